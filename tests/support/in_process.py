@@ -54,6 +54,7 @@ def exit_code(arguments: Sequence[object]) -> int:
     finally:
         sys.argv = before
         logging.disable(logging.NOTSET)  # which verbs that print JSON leave behind
+        logging.getLogger("trainer").propagate = True
     assert isinstance(code, int), code
     return code
 

@@ -118,6 +118,13 @@ class RaisesOnResets(Encoder):
         return super().forward(tokens, state, resets)
 
 
+class ClearsResets(Encoder):
+    def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
+        if resets is not None:
+            resets.zero_()
+        return super().forward(tokens, state, resets)
+
+
 class BatchNorm(Gru):
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +212,7 @@ MUTANTS: dict[str, Callable[[], nn.Module]] = {
     "returns a state of nan": returned(lambda x, state, out, end: (out, end * math.nan)),
     "raises later": RaisesLater,
     "raises on a reset": RaisesOnResets,
+    "clears its resets": ClearsResets,
     "off by one": returned(lambda x, state, out, end: (out, out[:, -2] if x.shape[1] > 1 else state), Ema),
     "single rows only": kept(lambda x: x.shape[0] == 1),
     "behind a gate of zeros": ZeroGate,

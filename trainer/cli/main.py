@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -106,6 +107,7 @@ def train(
         echo("starting", err=True)
     # Before torch is imported, whose import a signal would otherwise kill.
     get_logger(__name__)  # makes the handler of what a signal logs
+    logging.getLogger("trainer").propagate = False  # a user's module may call basicConfig
     stop = StopRequest()
     stop.install()
     with uncollected():

@@ -49,6 +49,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 EXIT_USER_ERROR = 2
+
 WAIT_FOR_RANK_0_SEC = 5.0
 
 
@@ -62,20 +63,12 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     """
     rank = os.environ.get("RANK", "0")
     if "RANK" in os.environ:
-
-        def be_silent(*_: object) -> None:
-            nonlocal is_told_to_end
-            is_told_to_end = True
-
-        # Once a rank has exited, its launcher ends the others, which must not swallow their exit code.
-        signal.signal(signal.SIGTERM, be_silent)
-        if speaker is None and rank != "0":
-            # As a rule rank 0 has made the same mistake: it prints, and this rank is told to end.
-            end = time.monotonic() + WAIT_FOR_RANK_0_SEC
-            while not is_told_to_end and time.monotonic() < end:
-                time.sleep(0.1)
-            if is_told_to_end:
-                message = ""
+        # As a rule rank 0 has made the same mistake: it prints, and its launcher ends the others.
+        waits = speaker is None and rank != "0"
+        signal.signal(signal.SIGTERM, lambda *_: waits and sys.exit(EXIT_USER_ERROR))
+        if waits and is_told_to_end:
+            sys.exit(EXIT_USER_ERROR)
+        time.sleep(WAIT_FOR_RANK_0_SEC * waits)
     if message and (speaker is None or str(speaker) == rank):
         prefix = "" if rank == "0" else f"[rank {rank}] "
         print(prefix + printable_lines(message), file=sys.stderr, flush=True)  # noqa: T201

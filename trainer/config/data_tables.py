@@ -237,9 +237,11 @@ class FilesTable(Table):
             raise ValueError(f"needs exactly one of {', '.join(keys)}; got {given}")
         if self.modalities is not None and self.root is None:
             raise ValueError("modalities needs root")
-        others = sorted(self.model_fields_set - {"name", "weight", "include"})
-        if "include" in origins and others:
-            raise ValueError(f"{others[0]} is a source's own: set it in the file that is included")
+        of_files = {*FilesTable.model_fields, "mixing"} - {"name", "root", "paths", "target", "args"}
+        fields = {key: field for key, field in type(self).model_fields.items() if key in of_files}
+        others = [key for key, field in fields.items() if getattr(self, key) != field.default]
+        if others and origins[0] in ("include", "target"):
+            raise ValueError(f"{others[0]} is for files that are named here, not for {origins[0]}")
 
 
 class SourceTable(FilesTable):

@@ -40,8 +40,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         UserError, UserErrors: one or all mistakes, each with its file and line or its override.
     """
     config = _load(RunConfig, path, overrides)
-    if all(source.include is None for source in config.data.source):
-        return config
     data = config.data.model_copy(update={"source": [*_leaves(config.data.source, Path(path))]})
     return config.model_copy(update={"data": data})
 
@@ -57,7 +55,11 @@ def _leaves(tables: Sequence[SourceTable], file: Path, *including: Path) -> Iter
         if included.resolve() in including:
             problem = f"{table.include} includes itself"
             raise UserError(f"{table.name}.include", problem, "break the circle", where=str(file))
-        inner = _load(DatasetFile, included).source
+        try:
+            inner = _load(DatasetFile, included).source
+        except UserError as error:
+            error.where = error.where or str(file)
+            raise
         yield from _leaves([_below(table, each, included) for each in inner], included, *including)
 
 
@@ -75,11 +77,7 @@ def _below(outer: SourceTable, table: SourceTable, file: Path) -> SourceTable:
     else:
         weight = own * above
     changed = table.model_copy(update={"name": name, "weight": weight}).model_dump(exclude_unset=True)
-    try:
-        return SourceTable.model_validate(changed)
-    except ValidationError as error:
-        raise_found(user_errors(error, SourceTable, lambda _: f"{file}: {name}"))
-        raise  # as in `_load`
+    return _validated(SourceTable, changed, lambda _: f"{file}: {name}")
 
 
 def to_toml(config: BaseModel, *, with_defaults: bool = True) -> str:
@@ -104,13 +102,15 @@ def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
 
 def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -> Model:
     source = _Source(path, overrides)
+    return _validated(model, source.raw, source.where)
+
+
+def _validated(model: type[Model], raw: Mapping[str, Any], locate: Callable[[KeyPath], str]) -> Model:
     try:
-        return model.model_validate(source.raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        raise_found(user_errors(error, model, source.where))
+        raise_found(user_errors(error, model, locate))
         raise  # for type checkers: pydantic never raises without an error
-    except RecursionError:
-        raise UserError("TOML", "is nested too deeply", "remove brackets", where=str(path)) from None
 
 
 class _Source:
@@ -124,12 +124,15 @@ class _Source:
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
-        # The latest override of the key, of something in it, or of a table around it.
-        for changed, origin in reversed(self._overrides.items()):
-            if key and (key[: len(changed)] == changed or changed[: len(key)] == key):
-                return origin
         line = line_of(self._text, key)
-        return self._path if line is None else f"{self._path}:{line}"
+        written = self._path if line is None else f"{self._path}:{line}"
+        # The latest override of the key, of a table around it, or of something in it.
+        for changed, origin in reversed(self._overrides.items()):
+            if key and key[: len(changed)] == changed:
+                return origin
+            if key and changed[: len(key)] == key:
+                return f"{origin} ({written})"
+        return written
 
     def path_of(self, key: str) -> KeyPath:
         """The path that a mistake's key names: `table.key`, or `[eval ]source NAME: key`."""
@@ -139,8 +142,9 @@ class _Source:
         table = "eval" if named[1] else "data"
         sources = self.raw.get(table, {}).get("source", [])
         # One of an included file has the name of the source that includes it before its own.
-        indices = [at for at, source in enumerate(sources) if f"{named[2]}.".startswith(f"{source.get('name')}.")]
-        return (table, "source", *indices[:1], *named[3].split("."))
+        names = {str(source.get("name")): at for at, source in enumerate(sources)}
+        found = max((name for name in names if f"{named[2]}.".startswith(f"{name}.")), key=len, default="")
+        return (table, "source", names.get(found, 0), *named[3].split("."))
 
 
 def line_of(text: str, key: KeyPath) -> int | None:

@@ -184,7 +184,7 @@ def _broken_lanes(config: RunConfig) -> Iterator[Mistake]:
 def needs_of_cuda(train: TrainTable) -> list[UserError]:
     """Settings that cannot be honoured without a CUDA device."""
     given = {"device": train.device == "cuda", "cuda_graph": train.cuda_graph is True}
-    problem = "needs a CUDA device, and torch finds none here"
+    problem = "needs a CUDA device, and the run would have none here"
     return [
         UserError(f"train.{key}", problem, "use a machine with one, or another value") for key in given if given[key]
     ]

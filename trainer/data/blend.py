@@ -203,7 +203,7 @@ class BlendDataset:
             return None
         if "dataset_labels" not in batch:
             rows: Any = batch.get("tokens", batch.get("targets"))
-            batch["dataset_labels"] = [self.sources[index].name] * len(rows)
+            batch = {**batch, "dataset_labels": [self.sources[index].name] * len(rows)}
         return batch
 
     @property
@@ -384,6 +384,7 @@ class BlendDataset:
         load = getattr(dataset, "load_state_dict", None)
         if parts[0] is not None and load is not None:
             load(parts[0] if len(parts) == 1 else parts)
+            self._ended[index] &= getattr(dataset, "is_ended", True)  # it may repeat now
         elif self._counts[index] and not isinstance(dataset, UnreadSource):
             problem = "was read before the checkpoint, and cannot be resumed"
             fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"

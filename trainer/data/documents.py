@@ -270,7 +270,9 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
 
 def read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     """(dtype, first token of each document, tokens of each) of a `.bin` of so many bytes."""
-    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    data = np.zeros(0, np.uint8)
+    if path.stat().st_size:  # mmap takes no empty file
+        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     head = data[: HEADER.size].tobytes()
     magic, version, code, num_sequences, num_indices = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
     if (magic, version) != (MAGIC, 1) or code not in DTYPES or len(head) < HEADER.size:

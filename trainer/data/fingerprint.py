@@ -111,7 +111,7 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
         **asdict(cut),
         **settings,
         **{each.name: getattr(options, each.name) for each in fields(options)},
-        "loss_mask": options.loss_mask and (options.loss_mask.field,),
+        "loss_mask": options.loss_mask and options.loss_mask.field,
         "tokenizer": f"{tokenizer.name} ({tokenizer.vocab_size} ids){tokenizer.settings}",
         "streams": f"{len(streams)} streams, hash {stable_hash(*paths):016x}",
     }

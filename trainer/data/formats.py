@@ -32,7 +32,8 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     if not isinstance(table, TokenTable):
         fix = "see trainer.data.TokenTable: (path, options) -> TokenTable"
         raise damaged(where, f"returned a {type(table).__name__}", fix)
-    tokens, starts, lengths = (np.asarray(each) for each in (table.tokens, table.starts, table.lengths))
+    parts = map(np.asarray, (table.tokens, table.starts, table.lengths))
+    tokens, starts, lengths = (each if each.size else each.astype(np.int64) for each in parts)
     if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or not (
         tokens.ndim == starts.ndim == 1 and starts.shape == lengths.shape
     ):

@@ -395,8 +395,6 @@ class LaneBlend(BlendDataset):
         self._load_claims(states)
         self._rows, own, num_sets = self._most_rows, states[0], self._wanted_sets()
         self._shares = self.shares_at(self._batch_index)
-        for index, source in self._laned.items():  # which may repeat now
-            self._ended[index] &= source.is_ended
         self._note_open()
         if self._largest() < 0:  # what is left is in fewer sets
             num_sets = min(num_sets, own["groups"])

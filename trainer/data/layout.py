@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -145,12 +145,13 @@ def _stream(path: str, relative_path: str, modality: str) -> Stream:
     return Stream(0, os.path.join(os.getcwd(), path), relative_path, modality)
 
 
-def numbered(streams: Collection[Stream]) -> list[Stream]:
-    """The streams, sorted by relative path, in the same order on every machine."""
+def numbered(streams: Collection[Stream], named: Set[str] = frozenset()) -> list[Stream]:
+    """The streams, sorted by relative path, in the same order on every machine; without files that
+    a format knows to be no data, but with those `named`."""
     for row in FORMATS.values():
         own = [each.path for each in streams if row.listed and each.path.endswith(row.suffixes)]
         if row.listed is not None and own:
-            left_out = {*own} - {*row.listed(own)}
+            left_out = {*own} - {*row.listed(own)} - named
             streams = [each for each in streams if each.path not in left_out]
     ordered = sorted(streams, key=lambda stream: stream.relative_path)
     return [replace(stream, stream_id=number) for number, stream in enumerate(ordered)]
@@ -199,7 +200,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
     UserError: one of `paths` has nothing to read.
     """
     found: dict[str, Stream] = {}
-    unread: set[str] = set()
+    unread, named = set[str](), set[str]()
     start = cache(partial(_permanent, here=os.getcwd()))
 
     def name_of(path: str) -> str:
@@ -226,11 +227,13 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         for path in read:
             label = printable(os.path.basename(os.path.dirname(os.path.abspath(path)))) or "root"
             name = name_of(path)
-            found.setdefault(name, _stream(path, name, label))
+            stream = found.setdefault(name, _stream(path, name, label))
+            if os.path.isfile(text):
+                named.add(stream.path)
     if not found:
         raise UserError("paths", "is empty", "name at least one file or glob")
     warn_unread("paths", {path for path in unread if name_of(path) not in found})
-    return numbered(found.values())
+    return numbered(found.values(), named)
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:

@@ -197,7 +197,6 @@ def pyarrow_for(path: Path, kind: str) -> Iterator[Any]:
 class Column(NamedTuple):
     name: str
     kind: Kind
-    plain: Any  # the one type of strings or lists to read it as
 
 
 def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> Column:
@@ -212,21 +211,23 @@ def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> 
         if pyarrow.types.is_dictionary(kind):  # of strings, each written once
             kind, values = values, None
         if str(kind) in ("string", "large_string", "string_view") and name in (column, "text"):
-            return Column(name, "text", pyarrow.large_string())
+            return Column(name, "text")
         if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
-            return Column(name, "ids", pyarrow.large_list(values))
+            return Column(name, "ids")
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
     problem = f"needs one column {column or 'text or tokens'}, of strings or lists of integers (its columns: {columns})"
     raise damaged(path, problem, f"name the one of the documents: column; {FOR_SERIES}")
 
 
 def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
+    from pyarrow.compute import list_value_length  # of any list: a cast of views loses values
+
     values = array.flatten()
     if values.null_count:
         raise damaged(where, "have a null token", "write an id for every token")
     ids = values.to_numpy(zero_copy_only=False)
     IdBounds.of(where, tokenizer).check(ids, 0)
-    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False))
+    ends = np.cumsum(list_value_length(array).to_numpy(zero_copy_only=False))
     pieces: list[TokenArray] = np.split(ids, ends[:-1])
     return pieces
 
@@ -246,7 +247,9 @@ def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: 
     """The same of pyarrow's batches of rows."""
     row = 0
     for batch in batches:
-        array = batch.column(column.name).cast(column.plain)
+        array = batch.column(column.name)
+        if column.kind == "text":  # strings of any kind, or a dictionary
+            array = array.cast("large_string")
         where = f"{path}: rows {row} to {row + len(array) - 1}"
         if array.null_count:
             raise damaged(where, f"{column.name} is null in one", "remove such rows")

@@ -454,7 +454,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         points: dict[int, list[Point]] = {}
         for state in states:
             points |= {epoch: list(found) for epoch, found in state["points"]}
-        for epoch in range(min(epochs), max(epochs) + 1):
+        for epoch in range(min(epochs), max(each["epoch"] for each in states) + 1):
             point: Point = []
             for shard, state in enumerate(states):
                 cursor = [state["index"], state["pool"]]

@@ -6,7 +6,6 @@ Branch only on agreed values: every rank must reach every collective.
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import os
 import socket
@@ -76,7 +75,8 @@ def pick_device(wanted: str, info: RankInfo = RankInfo(), *, key: str = "--devic
         return torch.device("cpu")
     if info.local_rank >= torch.cuda.device_count():
         problem = f"local rank {info.local_rank} has no CUDA device: torch finds {torch.cuda.device_count()} here"
-        raise UserError(key, problem, 'start fewer ranks on this node, or use "cpu"')
+        fewer = "start fewer ranks on this node, or " * bool(torch.cuda.device_count())
+        raise UserError(key, problem, f'{fewer}use "cpu"')
     device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
     return device
@@ -163,21 +163,11 @@ def process_group(
         dist.barrier()
     except UserError as error:
         # Found by this rank in the middle of the run, not by all of them together.
-        if error.speaker is None:
-            error.speaker = _claim_message(store, error.message, rank=info.rank)
+        error.speaker = info.rank if error.speaker is None else error.speaker
         raise
     finally:
         gc.collect()  # reference cycles with the group: DDP's reducer
         dist.destroy_process_group()
-
-
-def _claim_message(store: dist.Store, message: str, *, rank: int) -> int:
-    """The rank that prints a message: the first that claims it."""
-    digest = hashlib.sha256(message.encode()).hexdigest()
-    try:
-        return int(dist.PrefixStore("messages", store).compare_set(digest, "", str(rank)))
-    except RuntimeError:  # the store is gone, and with it the rank that kept it
-        return rank
 
 
 def gather_from_ranks(value: T, *, world_size: int) -> list[T]:

@@ -84,14 +84,15 @@ def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
+    found: dict[str, nn.Parameter] = {}
+    for module in modules:  # one at a time: the whole model may not fit
         module.unshard()
-    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for module in modules:
+        found |= {name: each for name, each in model.named_parameters() if not is_dtensor(each)}
         module.reshard()
-    if any(map(is_dtensor, found)):
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    if not found.keys() >= {*names}:
         raise ValueError("parameters that stay sharded in the backward (tensor parallelism)")
-    return found
+    return [found[name] for name in names]
 
 
 def own_range(tensor: Tensor) -> tuple[int, int]:
@@ -233,7 +234,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     if isinstance(blocks, nn.ModuleList) and len(blocks):
         lists = [blocks]
-    found = [[part for part in each if has_forward(part)] for each in lists]
+    found = [[part for part in dict.fromkeys(each) if has_forward(part)] for each in lists]
     return max(found, key=lambda parts: sum(map(num_parameters, parts)), default=[])
 
 

@@ -129,11 +129,6 @@ class Watchdog:
         """Record the main thread's activity, which is progress; `may_wait`: as long as it takes."""
         self._note = (what, step, may_wait, next(self._notes))
 
-    @property
-    def doing(self) -> str:
-        """The main thread's activity."""
-        return self._note[0]
-
     def tell(self, reason: str) -> None:
         """Tell the other ranks why this one ends, so that they do not report it as missing."""
         self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))

@@ -127,7 +127,8 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
         else:
             with users_code("model.target", f"forward fails on {shapes_of(micro)}"):
                 output, targets = run(**micro.inputs, state=None).logits, micro.targets
-    with users_code("objective.target", f"fails on {shapes_of(micro) if micro else 'a few tokens'}"):
+    key = "objective.target" if plan.config.objective.target else "model.target"
+    with users_code(key, f"fails on {shapes_of(micro) if micro else 'a few tokens'}"):
         if output.shape[:2] != targets.shape[:2]:
             raise ValueError(f"the output is {list(output.shape)}")
         with torch.enable_grad():

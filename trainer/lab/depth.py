@@ -51,15 +51,6 @@ def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Ten
     return torch.where(last < 0, found, places - last)
 
 
-def buckets(micro: MicroBatch) -> Tensor:
-    """The bucket of each target of a micro-batch with groups; int64 [B, T]."""
-    assert micro.carry is not None
-    num_tokens = micro.targets.shape[1]
-    before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(micro.targets.device)
-    depth = depths(before, num_tokens, micro.inputs.get("resets"))
-    return torch.frexp(depth.double()).exponent.long()  # at least 2 ** (exponent - 1), or 0
-
-
 class Depth(EvalRider):
     """Measures one set."""
 
@@ -76,15 +67,19 @@ class Depth(EvalRider):
 
     def micro_done(self, micro: MicroBatch, state: Tensor | None, result: ObjectiveOutput) -> None:
         """Run the rows from zero if any continues a document, and note the sums of each."""
-        if self._is_off or state is None or micro.carry is None:  # nothing is carried
+        from_zero, evaluator, carry = None, self._evaluator, micro.carry
+        if self._is_off or evaluator.make_ledger is None:  # nothing is carried, on any rank
             return
-        continues = (micro.carry.cell_index > 0) & (micro.carry.group_ids >= 0)
-        from_zero, evaluator = None, self._evaluator
+        continues = np.zeros(len(micro.targets), np.bool_)
+        if carry is not None:
+            continues = (carry.cell_index > 0) & (carry.group_ids >= 0)
         # A model in shards runs on all ranks or on none.
         if evaluator.strategy.most(int(continues.any())):
-            logits = evaluator.model(**micro.inputs, state=torch.zeros_like(state)).logits
+            zeros = None if state is None else torch.zeros_like(state)
+            logits = evaluator.model(**micro.inputs, state=zeros).logits
             from_zero = evaluator.objective(logits, micro.targets, meta=micro.located).token_loss
-        self._guard.run(self._add, micro, result.token_loss, from_zero, continues)
+        if carry is not None:
+            self._guard.run(self._add, micro, result.token_loss, from_zero, continues)
 
     def _add(self, micro: MicroBatch, token_loss: Tensor | None, from_zero: Tensor | None, continues: Flags) -> None:
         assert micro.carry is not None
@@ -96,12 +91,16 @@ class Depth(EvalRider):
         if from_zero is not None:
             zero = torch.where(is_continued, from_zero.double(), losses)
         columns = torch.stack([weights_of(targets).double(), losses, zero], dim=-1)  # [B, T, 3]
-        bucket = buckets(micro)[:, :, None].expand(-1, -1, 3)
+        num_tokens = targets.shape[1]
+        before = torch.from_numpy(micro.carry.tokens_before(num_tokens)).to(targets.device)
+        depth = depths(before, num_tokens, micro.inputs.get("resets"))
+        bucket = torch.frexp(depth.double()).exponent.long()  # at least 2 ** (exponent - 1), or 0
+        bucket = bucket[:, :, None].expand(-1, -1, 3)
         sums = columns.new_zeros(len(targets), NUM_BUCKETS, 3).scatter_add_(1, bucket, columns)
         beyond = columns.sum(1) * is_continued  # [B, 3]
         groups = micro.carry.group_ids.tolist()
         self._waiting.append((groups, torch.cat([sums, beyond[:, None]], dim=1)))
-        self._cell = targets.shape[1]
+        self._cell = num_tokens
         if len(self._waiting) == HELD_ON_DEVICE:  # fetching waits for the device
             self._fetch()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -112,8 +111,8 @@ class BestCheckpoint(Extension):
         self._key = run.config.checkpoint.keep_best or ""
         self._best: dict[str, Any] = {}
         # The evaluation that a resume makes up for is of a checkpoint that may be in another directory.
-        begins_here = run.found is None or run.found[0].resolve().parent == run.run_dir.checkpoints.resolve()
-        self._first = run.first_step + (not begins_here)
+        self._begins_here = run.found is None or run.found[0].resolve().parent == run.run_dir.checkpoints.resolve()
+        self._first = run.first_step + (not self._begins_here)
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         """Save after an evaluation that is the best; end the run if the first has no such number."""
@@ -138,7 +137,7 @@ class BestCheckpoint(Extension):
         """Continue with the best so far, if it is there: not in another directory, or with another key."""
         there = self.run.run_dir.checkpoints / checkpoint_name(state.get("step", -1)) / MARKER
         is_there = from_main_rank(there.exists(), world_size=self.run.info.world_size)
-        if is_there and state["key"] == self._key:
+        if self._begins_here and is_there and state["key"] == self._key:
             self._best = dict(state)
         elif state:
             text = "checkpoint.keep_best: the best so far, %s %.4f at step %d, is not kept here; another begins"
@@ -333,13 +332,14 @@ SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, ca
 class StepProfile(Extension):
     """Records steps on rank 0, in the place of an earlier profile of the run; then it is off."""
 
+    every_step = True
+
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self._folder, self._first_step = run.run_dir.path / FOLDER, run.first_step + FIRST_PROFILED
         self._num_steps = run.config.metrics.profile
         self._is_done = False
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier process of the run
-        self._folder.mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if run.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -347,9 +347,9 @@ class StepProfile(Extension):
         self._profiler: profile | None = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
         self._profiler.start()
 
-    def settled(self, step: Step, sums: Sequence[float] | None) -> None:
+    def optimizer_done(self, is_rejected: Tensor) -> None:
         if self._profiler is not None:
-            self._profiler.step()
+            self.run.diagnostics.best_effort("profile").run(self._profiler.step)
             if self._is_done:
                 self.closed()
 

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.model.encoder import GatedMLP, LanguageModel, ResidualBlock, RMSNorm, check_sizes, init_matrix
-from trainer.model.families import fewest_heads
 from trainer.model.protocol import ModelOutput
 
 CHUNK = 64
@@ -66,7 +65,7 @@ def gated_delta_rule(
     """Run the rule over a row from `state`; cutting the row anywhere and carrying the state
     changes only rounding.
 
-    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, at most 0, and b,
+    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, finite and at most 0, and b,
     in [0, 1], are [B, H, T]; M before the first position is [B, H, K, V], zero where `resets`
     (bool [B, T]) is True. Returns o [B, H, T, V] and M after the last position, in the type of
     `state`.
@@ -384,6 +383,12 @@ class GatedDelta(LanguageModel):
         weights = self.num_layers * (5 * self.dim**2 + 2 * self.dim * self.heads + 3 * self.dim * self.hidden)
         rule = self.dim * (18 * width + 26 * chunk)
         return 6.0 * (weights + self.dim * self.vocab_size) + self.num_layers * rule
+
+
+def fewest_heads(dim: int) -> int:
+    """The fewest heads that divide `dim`, at most 128 wide: kernels are fastest there."""
+    least = max(-(-dim // 128), 1)
+    return next((heads for heads in range(least, dim) if dim % heads == 0), max(dim, 1))
 
 
 def build(

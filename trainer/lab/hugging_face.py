@@ -173,7 +173,7 @@ def _by_device(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Cal
 def writer_of(model: Any) -> Callable[[Path], None] | None:
     """Writes a model into a directory, as `from_pretrained` reads it; None if nothing can."""
     for kind, write in {Transformer: _save_as_llama, GatedDelta: _save_as_qwen3_next}.items():
-        if isinstance(model, kind):
+        if type(model) is kind:  # a subclass may compute something else
             return functools.partial(write, model)
     own: Callable[[Path], None] | None = getattr(model, "save_pretrained", None)
     return own

@@ -60,7 +60,7 @@ def recompute_blocks(model: nn.Module) -> None:
         problem = f'is "block", but {type(model).__name__} has no nn.ModuleList named blocks'
         fix = 'choose "off", or name it so in a model of your own'
         raise UserError("train.activation_checkpointing", problem, fix)
-    for block in blocks:
+    for block in dict.fromkeys(blocks):  # one may be there several times
         block.kept_forward = block.forward  # type: ignore[assignment]
         block.forward = MethodType(_recomputed, block)
 
@@ -141,14 +141,14 @@ class ChunkedObjective:
         self._objective, self._head, self._chunk_tokens = objective, head, chunk_tokens
 
     def __call__(self, hidden: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
-        """As `Objective`, of hidden [B, T, D] and targets int64 [B, T]."""
-        if hidden.shape[:-1] != targets.shape:
+        """As `Objective`, of hidden [B, T, D] and targets [B, T, ...]."""
+        if hidden.shape[:-1] != targets.shape[:2]:
             shapes = f"outputs {tuple(hidden.shape)} do not fit targets {tuple(targets.shape)}"
             raise ObjectiveError("token_ce", shapes, meta)
         names, weights = zip(*self._head.named_parameters(), strict=True)
         loss_of = partial(self._loss_of, meta=meta, names=names)
         chunks: list[ObjectiveOutput] = []
-        flat = hidden.flatten(0, -2), targets.flatten()
+        flat = hidden.flatten(0, 1), targets.flatten(0, 1)
         apply: Any = _SumOfChunks.apply
         loss_sum = apply(loss_of, self._chunk_tokens, chunks, *flat, *weights)
 
@@ -157,7 +157,7 @@ class ChunkedObjective:
 
         def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
             known = [each for each in tensors if each is not None]
-            return torch.cat(known, dim=1).view(targets.shape) if known else None
+            return torch.cat(known, dim=1).view(targets.shape[:2]) if known else None
 
         parts = {}
         for name in chunks[0].parts:

@@ -44,8 +44,10 @@ class SquaredError:
         """The losses, in the shape of the targets; what stands at an unknown one is no matter."""
         if output.shape == (*targets.shape, 1):
             output = output.squeeze(-1)
-        if output.shape != targets.shape:
-            raise ValueError(f"the output is {list(output.shape)}, and the targets are {list(targets.shape)}")
+        if output.shape != targets.shape or not targets.is_floating_point():
+            raise ValueError(
+                f"the output is {list(output.shape)}, and the targets are {targets.dtype} {list(targets.shape)}"
+            )
         return (output.to(targets.dtype) - targets.masked_fill(~is_known(targets), 0.0)).square()
 
 
@@ -60,11 +62,11 @@ class Series(Tokenizer):
         self.vocab_size = self.bos_id = self.width = data.features
         self.columns, self.targets = tuple(data.columns), data.targets
         self.name = f"series of {self.width} numbers, columns {data.columns}, targets {data.targets}"
-        of_text = data.tokenizer != "bytes" or data.vocab_size or data.eod is not None
+        of_text = data.tokenizer != "bytes" or data.vocab_size or data.eod is not None or data.parse_special
         fits = {
             "data.columns": len(data.columns) in (0, self.width),
-            "data.targets": {*data.targets} < {*range(self.width)},
-            "data.tokenizer, vocab_size and eod": not of_text,
+            "data.targets": {*data.targets} < {*range(self.width)} and len({*data.targets}) == len(data.targets),
+            "data.tokenizer, vocab_size, eod and parse_special": not of_text,
         }
         for key, is_fit in fits.items():
             if not is_fit:
@@ -121,7 +123,12 @@ class Series(Tokenizer):
         with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
             kinds = file.schema_arrow
             refuse_missing(path, self.columns, kinds.names)
-            odd = [name for name in self.columns if not hasattr(kinds.field(name).type, "value_type")]
+            types = {name: kinds.field(name).type for name in self.columns}
+            odd = [
+                name
+                for name, kind in types.items()
+                if not (pyarrow.types.is_nested(kind) and hasattr(kind, "value_type"))
+            ]
             if odd:
                 raise damaged(path, f"{odd[0]} holds no lists", "write a series as one row of lists")
             for batch in file.iter_batches(BATCH_ROWS, columns=list(self.columns)):
@@ -131,7 +138,9 @@ class Series(Tokenizer):
                     problem = f"has a row whose {', '.join(self.columns)} are of unequal length, or null"
                     raise damaged(path, problem, "write lists of one length in each row")
                 columns = [each.flatten().to_numpy(zero_copy_only=False) for each in lists]
-                yield from np.split(np.stack(columns, 1).astype(np.float32), lengths[0].cumsum()[:-1])
+                with np.errstate(over="ignore"):  # refused when it is read
+                    rows = np.stack(columns, 1).astype(np.float32)
+                yield from np.split(rows, lengths[0].cumsum()[:-1])
 
     def table(self, pieces: Iterable[Any], *, where: str) -> TokenTable:
         """Series, [T, F] each, in one array."""
@@ -159,7 +168,8 @@ class SeriesCollator(CountingCollator):
         self._nothing: Any = np.zeros((self._row_tokens, tokenizer.width), np.float32)
 
     def _content(self, found: Gathered, sizes: Ints) -> Batch:
-        rows = np.concatenate(found.pieces, dtype=np.float32, casting="same_kind")
+        with np.errstate(over="ignore"):  # refused below
+            rows = np.concatenate(found.pieces, dtype=np.float32, casting="same_kind")
         features, targets = _parts(rows, self._targets)
         if not self._targets:  # from the row before, which of a segment's first one is in another piece
             features, reads = np.zeros_like(rows), chain.from_iterable(found.rows)
@@ -194,7 +204,8 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         features, targets = map(torch.from_numpy, _parts(drawn, config.data.targets))
         batch: dict[str, Any] = {"features": features, "targets": targets}
     else:
-        own = next((each for each in (*config.data.source, *config.eval.source) if each.target), None)
+        read = [each for each in config.data.source if each.weight != 0]
+        own = next((each for each in (*read, *config.eval.source * bool(config.eval.every)) if each.target), None)
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None
         given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}

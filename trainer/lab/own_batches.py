@@ -218,10 +218,13 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
 
 
 def _wrong_groups(ids: np.ndarray) -> Iterator[tuple[str, str]]:
-    outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]
-    if ids.dtype.kind not in "iu" or outside.size:
-        problem = f"has group_ids of type {ids.dtype}, such as {(*outside, *ids)[0]}"
+    is_whole = ids.dtype.kind in "iu"
+    outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)] if is_whole else ids
+    if outside.size:
+        problem = f"has group_ids of type {ids.dtype}, such as {outside[0]}"
         yield problem, "use integers from 0 to 2^63 - 1, or -1 for a row without state"
+    if not is_whole:
+        return
     known, counts = np.unique(ids[ids >= 0], return_counts=True)
     for twice in known[counts > 1]:
         yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
@@ -276,7 +279,10 @@ class OwnTask:
         with forked_rng(evaluator.device):
             found = self.guard.run(self._call, evaluator, step, taken)
         by_rank = gather_from_ranks((found, self.guard.enabled), world_size=evaluator.info.world_size)
-        self._is_off = not all(works for _, works in by_rank)
+        failed = [rank for rank, (_, works) in enumerate(by_rank) if not works]
+        self._is_off = bool(failed)
+        if failed and evaluator.info.is_main:  # who writes the record
+            self.guard.fail(RuntimeError(f"it failed on rank {failed[0]}; see its log"))
         return {} if self._is_off else by_rank[0][0] or {}
 
     def _call(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:

@@ -66,8 +66,9 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
 
 def _end_of(error: BaseException) -> tuple[str, str]:
     """(state, reason) of a run that ended with an exception."""
-    # Lightning catches Ctrl-C and exits with 1.
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        error = error.__context__  # Lightning catches Ctrl-C and exits with 1
+    if isinstance(error, KeyboardInterrupt):
         return "stopped", "stopped by SIGINT"
     if not isinstance(error, SystemExit):
         return "failed", error_text(error)
@@ -88,7 +89,7 @@ def reduce_loss_metrics(
 
     Args:
         values: this rank's numbers; one that it lacks is named by `counts` or `sum_keys` alone.
-        counts: weight of this rank's mean, by name; without one, all ranks weigh the same.
+        counts: weight of this rank's mean, by name, on all ranks or on none (alike).
         sum_keys: names of totals; `<name>_max` is the largest rank's.
 
     Returns:

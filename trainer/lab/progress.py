@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainer.training.extension import Extension, RunView, Step
-
-NAMED = ("evaluation", "checkpoint", "extensions")
-"""The watchdog's words for what happens between steps, which the bar shows."""
 
 
 class _Terminal(Console):
@@ -23,21 +19,6 @@ class _Terminal(Console):
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
-
-
-class _Between(ProgressColumn):
-    def __init__(self, run: RunView) -> None:
-        super().__init__()
-        self._run = run
-
-    def render(self, task: Task) -> _Between:
-        """Itself: a line of the log is followed by the bar as it was last drawn, but for this."""
-        return self
-
-    def __rich__(self) -> Text:
-        """What the main thread does between steps; drawn by rich's own thread."""
-        doing = self._run.watchdog.doing
-        return Text(f"{doing} ..." if doing in NAMED else "", style="yellow")
 
 
 class ProgressBar(Extension):
@@ -48,7 +29,7 @@ class ProgressBar(Extension):
         # The width is left to the terminal: wrapped by rich, a command could not be copied.
         console = _Terminal(stderr=True, soft_wrap=True)
         step, numbers = (TextColumn("step"), MofNCompleteColumn()), TextColumn("{task.fields[numbers]}")
-        columns = *step, BarColumn(), numbers, TimeRemainingColumn(), _Between(run)
+        columns = *step, BarColumn(), numbers, TimeRemainingColumn()
         self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
         self._task = self._bar.add_task("", total=run.plan.facts.steps, completed=run.first_step, numbers="")
         self._tokens = self._steps = 0

@@ -77,7 +77,7 @@ class Store:
         with self._translating(""):
             self._fs.invalidate_cache()
             for path in map(Path, self._fs.find(self._root)):
-                if step_of(path.parent) >= 0:
+                if step_of(path.parent) >= 0 and path.parent.parent == Path(self._root):
                     steps.setdefault(step_of(path.parent), set()).add(path.name)
         return steps
 
@@ -157,12 +157,17 @@ class Store:
             if self._fs.exists(directory):
                 self._fs.rm(directory, recursive=True)
 
-    def claim(self, name: str, *, resumes: bool) -> None:
-        """Leave the run's name. Raises UserError: the store holds checkpoints, and they are not to
-        be resumed: two runs in one place would delete each other's."""
-        if not resumes and self.steps():
-            problem = f"{self.url} holds the checkpoints of another run"
-            raise UserError(KEY, problem, "name a prefix of its own, or continue that run with --resume auto")
+    def claim(self, name: str, *, is_own: bool, is_auto: bool) -> None:
+        """Leave the run's name. Raises UserError: the store holds checkpoints that are not the run's
+        own, nor, if it resumes by itself, those of its name: two runs would delete each other's."""
+        if not is_own and self.steps():
+            with self._translating("RUN"):
+                path, of = self._path("RUN"), name
+                if self._fs.exists(path):
+                    of = self._fs.cat_file(path).decode().strip()
+            if not (is_auto and of == name):
+                problem = f"{self.url} holds the checkpoints of another run, {of}"
+                raise UserError(KEY, problem, "name a prefix of its own, or continue that run with --resume auto")
         with self._translating("RUN"):
             if self._has_directories:
                 self._fs.makedirs(self._root, exist_ok=True)
@@ -198,8 +203,9 @@ def find_checkpoint(
     store = Store(config.checkpoint.remote)
     uploads = Uploads(store, config.checkpoint)
     try:
-        is_own = Path(resume).absolute().parent == run_dir.checkpoints.absolute()
-        store.claim(config.run.name, resumes=resume == "auto" or is_own)
+        is_own = Path(resume).resolve().parent == run_dir.checkpoints.resolve()
+        is_own |= bool(checkpoint.complete_checkpoints(run_dir.checkpoints))
+        store.claim(config.run.name, is_own=is_own, is_auto=resume == "auto")
         if resume == "auto":
             return _with_best(store, run_dir, _newest(store, run_dir, prepare)), uploads
     except (StoreError, CheckpointError) as error:
@@ -214,7 +220,12 @@ def find_checkpoint(
 
 def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
     """The newest checkpoint that is whole, of the directory and the store; of the same step the local one."""
-    newest = max(map(step_of, checkpoint.complete_checkpoints(run_dir.checkpoints)), default=-1)
+    found, damaged = None, None
+    try:
+        found = checkpoint.find(run_dir.checkpoints, "auto")
+    except UserError as error:
+        damaged = error
+    newest = -1 if found is None else step_of(found[0])
     later = [step for step in store.steps() if step > newest]
     for step in later:
         prepare()  # not before: a run that is refused leaves no directory
@@ -222,7 +233,8 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
             return store.get(step, run_dir.checkpoints)
         except CheckpointError as error:
             logger.warning("%s; falling back to the checkpoint before it", error)
-    found = checkpoint.find(run_dir.checkpoints, "auto")
+    if damaged is not None:
+        raise damaged
     if found is None and later:
         raise UserError("--resume auto", f"no checkpoint in {store.url} is whole", "start a new run")
     return found

@@ -43,19 +43,18 @@ def generate(
     *,
     draw: Draw,
     cell: int,
-    forbidden: Sequence[int] = (),  # ids besides `eod` that are never sampled
+    below: int | None = None,  # only ids below it are sampled, and `eod`: a model may have more
     eod: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
     """Yield the token ids that follow `prompt`, up to the one that ends documents; without `eod`,
-    without end. Raises GenerationError: every allowed score is NaN or minus infinity.
+    without end. Raises GenerationError: see `draw_token`.
 
     A model with state reads the prompt in cells of `cell` tokens, then each new token alone with
     the state carried over, which equals one uncut forward pass. A model without state reads the
     last `cell` tokens, the length that it was trained on, for each new one.
     """
     generator = torch.Generator().manual_seed(draw.seed)  # not torch's own, which training uses
-    forbidden = [id for id in forbidden if id != eod]
     has_state = bool(getattr(model, "state_width", 0))
     seen, state = list(prompt), None
     while True:
@@ -66,26 +65,29 @@ def generate(
             with torch.no_grad():
                 output: Any = model(tokens=tokens, state=state)
             state = output.state
-        token = draw_token(output.logits[0, -1], draw, forbidden, generator)
+        scores = output.logits[0, -1].to("cpu", torch.float64, copy=True)
+        if below is not None:
+            ids = torch.arange(len(scores))
+            scores[(ids >= below) & (ids != (-1 if eod is None else eod))] = -torch.inf
+        token = draw_token(scores, draw, generator)
         if token == eod:
             return
         yield token
         seen = [token] if has_state else [*seen, token]
 
 
-def draw_token(scores: Tensor, draw: Draw, forbidden: Sequence[int], generator: torch.Generator) -> int:
-    """Sample one id from scores [V]. Raises GenerationError: one is NaN or inf, or all are -inf."""
-    allowed = scores.detach().to("cpu", torch.float64, copy=True)
-    allowed[list(forbidden)] = -torch.inf  # never drawn, whatever the temperature
-    if not torch.isfinite(allowed.max()):
-        raise GenerationError(f"the model's scores are not finite (the largest is {float(allowed.max())})")
+def draw_token(scores: Tensor, draw: Draw, generator: torch.Generator) -> int:
+    """Sample one id from scores float64 [V]; never one of minus infinity, whatever the temperature.
+    Raises GenerationError: one is NaN or inf, or all are -inf."""
+    if not torch.isfinite(scores.max()):
+        raise GenerationError(f"the model's scores are not finite: the largest is {scores.max()}")
     if draw.temperature == 0:
-        return int(allowed.argmax())
-    if 0 < draw.top_k < len(allowed):
-        best = allowed.topk(draw.top_k)
-        allowed = torch.full_like(allowed, -torch.inf).scatter(0, best.indices, best.values)
+        return int(scores.argmax())
+    if 0 < draw.top_k < len(scores):
+        best = scores.topk(draw.top_k)
+        scores = torch.full_like(scores, -torch.inf).scatter(0, best.indices, best.values)
     # Subtract the maximum first: a tiny temperature would overflow otherwise.
-    probabilities = ((allowed - allowed.max()) / draw.temperature).softmax(0)
+    probabilities = ((scores - scores.max()) / draw.temperature).softmax(0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -104,13 +106,15 @@ class Samples(Extension):
         self._table, tokenizer = run.config.sample, run.plan.tokenizer
         self.boundary_every = self._table.every
         self._is_off = not (run.info.is_main or run.strategy.is_sharded)  # no other rank is needed
+        self._latest = -1  # step
         self._draw = Draw(seed=run.config.run.seed)
         self._prompt = prompt_ids(tokenizer, self._table.prompt, "sample.prompt")
         self._autocast = autocast_context(run.config, run.device)
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        if self._is_off or not (step % self._table.every == 0 or is_last):
+        if self._is_off or step == self._latest or not (step % self._table.every == 0 or is_last):
             return
+        self._latest = step
         event = {"event": SAMPLE, "global_step": step, "prompt": self._table.prompt, "text": self._text(step)}
         self.run.event(event)
         self.run.state.tracker.log_event(event)
@@ -123,7 +127,7 @@ class Samples(Extension):
                 self._prompt,
                 draw=self._draw,
                 cell=self.run.config.data.seq_len,
-                forbidden=[tokenizer.bos_id],
+                below=tokenizer.bos_id,
                 eod=self.run.config.data.eod,
                 device=device,
             )

@@ -63,7 +63,8 @@ class Sharded(Strategy):
 
         config, units = self._config, shard_units(model)
         if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
-            units = [unit for unit in units if unit is not output_layer(model)]
+            head = output_layer(model)
+            units = [unit for unit in units if head not in unit.modules()]
         if config.model.target is None:
             # That a block returns a view matters only to who writes to it, as no family does.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -243,9 +243,6 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         if self._is_shared:  # all shards' states are alike, and one may have been given alone
             states = [states[0]] * states[0]["world_size"]
         super()._reshard(states)
-        dropped = len(begun_streams(self._points[self.epoch][-1])) - self._most_open
-        if dropped > 0:  # they are at the front of the queue, so nothing is lost
-            logger.info("[stream_mixing] resume reshard dropped %d still-active readers", dropped)
 
 
 def begun_streams(point: Point) -> list[int]:

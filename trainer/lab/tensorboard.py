@@ -32,9 +32,8 @@ class TensorboardSink:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
-            config, self._config = self._config, {}  # shown once, not again after a restart
-            if config:
-                self._show(config)
+            if self._config:
+                self._show(self._config)
         return self._writer
 
     def _show(self, config: Mapping[str, Any]) -> None:
@@ -57,8 +56,7 @@ class TensorboardSink:
 
     def event(self, event: Mapping[str, Any]) -> None:
         """After a restart, hide earlier rows of the repeated steps; show a sample as text."""
-        if event.get("event") == RESTART:
-            self.close()
+        if event.get("event") == RESTART:  # before any row
             self._purge_step = event["global_step"] + 1
         elif event.get("event") == SAMPLE:
             text = _verbatim(f"{event['prompt']}{event['text']}")

@@ -17,20 +17,17 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import signal
 import stat
 import threading
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,13 +35,12 @@ from trainer.arrays import Ints
 from trainer.data.documents import DTYPES, HEADER, MAGIC, ReadOptions, damaged, read_index
 from trainer.data.formats import FORMATS, format_name, is_copied
 from trainer.data.layout import Stream
-from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
 from trainer.import_path import users_code
 from trainer.lab.loss_mask import LossMask
 from trainer.metrics.logger import get_logger
-from trainer.wording import counted, few, printable
+from trainer.wording import printable
 
 if TYPE_CHECKING:  # what starts each of the processes imports little
     from trainer.config.data_tables import DataTable
@@ -58,51 +54,8 @@ DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
 
 
-Spelled: TypeAlias = Counter[tuple[str, ...]]
-"""Documents, by the special tokens that they spell; () for none."""
-
-
-class Spelling(IdsTokenizer):
-    """Looks for special tokens in the place of a tokenizer: each is a number below 0, which no file
-    of ids has."""
-
-    def __init__(self, tokens: Iterable[str]) -> None:
-        super().__init__(UNBOUNDED)
-        self.tokens = sorted(tokens, key=len, reverse=True)  # of several that begin alike
-        self._pattern = re.compile("|".join(map(re.escape, self.tokens)))
-
-    def encode(self, text: str) -> Ints:
-        found = sorted({*self._pattern.findall(text)})
-        return np.array([-1 - self.tokens.index(each) for each in found], dtype=np.int64)
-
-
-def spelled(path: str, options: ReadOptions) -> Spelled:
-    """What the documents of a file of text spell."""
-    look, found = Spelling(getattr(options.tokenizer, "special_tokens", ())), Spelled()
-    if look.tokens:
-        options = replace(options, tokenizer=look, text_eod=None, loss_mask=None)
-        with suppress(OSError, ValueError):  # of which reading will tell
-            for piece in _reader(path, options)(Path(path), options):
-                found[tuple(look.tokens[-1 - number] for number in piece[piece < 0].tolist())] += 1
-    return found
-
-
-def _say(source: str, found: Spelled, *, parse_special: bool) -> None:
-    """Warn of documents that spell special tokens."""
-    names = dict.fromkeys(name for names, _ in found.most_common() for name in names)
-    if names:
-        number, documents = found.total() - found[()], counted(found.total(), "document")
-        reads = "are read as text; data.parse_special = true makes them those tokens"
-        if parse_special:
-            reads = "become those tokens"
-        text = "source %s: %s of %s spell special tokens (%s), which %s"
-        logger.warning(text, source, f"{number:,}", documents, few([*names]), reads)
-
-
-def tokenize_files(
-    files: Mapping[str, Path], options: ReadOptions, *, workers: int, look: Callable[[], None]
-) -> Spelled:
-    """Write the tokens of the files that have none yet, in a pool of processes; what these spell.
+def tokenize_files(files: Mapping[str, Path], options: ReadOptions, *, workers: int, look: Callable[[], None]) -> None:
+    """Write the tokens of the files that have none yet, in a pool of processes.
 
     `files`: path -> the `.bin` to write; its index is last. `look` is called once a second at least;
     every half minute a line says how far it is. Raises UserError: a file is damaged. What was
@@ -110,7 +63,6 @@ def tokenize_files(
     """
     sizes = {path: os.path.getsize(path) for path in files}
     missing = [path for path, target in files.items() if not _is_whole(target)]
-    found = Spelled()
     said, last, total = time.monotonic(), "", sum(sizes.values())
     done = total - sum(sizes[path] for path in missing)
     # With fewer files than processes, each has the tokenizer's threads.
@@ -124,7 +76,7 @@ def tokenize_files(
                 ended, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
                 for future in ended:
                     last = futures.pop(future)
-                    found += future.result()
+                    future.result()
                     done += sizes[last]
                 look()
                 if time.monotonic() - said >= SECONDS_PER_LINE:
@@ -138,7 +90,6 @@ def tokenize_files(
                 problem = "a process ended in the middle of its work, perhaps for want of memory"
                 raise UserError("data.tokenizer", problem, "run it again; it continues") from None
             raise
-    return found
 
 
 _options: ReadOptions  # of a process of the pool
@@ -168,8 +119,8 @@ def _reader(path: str, options: ReadOptions) -> Any:
     return row and row.pieces
 
 
-def _tokenize_file(path: str, target: Path) -> Spelled:
-    """Write a file's tokens, and their index; what it spells."""
+def _tokenize_file(path: str, target: Path) -> None:
+    """Write a file's tokens, and their index."""
     lengths = array("q")
     pieces, vocab_size = _reader(path, _options), _options.tokenizer.vocab_size
     if _options.loss_mask is not None:
@@ -184,7 +135,6 @@ def _tokenize_file(path: str, target: Path) -> Spelled:
     if not lengths:
         raise UserError(path, "has no documents", "remove the file")
     write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
-    return spelled(path, _options)
 
 
 def _documents(pieces: Iterator[Any], path: str) -> Iterator[Any]:
@@ -241,11 +191,8 @@ def tokenize_source(
     streams = [
         each for each in source.streams if not source.is_off and is_copied(each.path, table.format, plan.tokenizer)
     ]
-    say = partial(_say, source.name, parse_special=data.parse_special)
     size = sum(os.path.getsize(stream.path) for stream in streams)
     if size < LEAST_BYTES:  # not worth a process
-        if info.is_main:
-            say(sum((spelled(stream.path, options) for stream in streams), Spelled()))
         return {}
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "data")
     with users_code("data.cache_dir", "has no default", "name a directory"):  # without a home
@@ -272,7 +219,7 @@ def tokenize_source(
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         if not is_made():
                             logger.info("%s", what)
-                            say(_make(place, names, options, look))
+                            _make(place, names, options, look)
                         break
                 if not has_said:
                     logger.info("waiting for another process that is %s", what)
@@ -286,8 +233,8 @@ def tokenize_source(
     return {path: str(place / name) for path, name in names.items() if os.path.getsize(place / name)}
 
 
-def _make(place: Path, names: Mapping[str, str], options: ReadOptions, look: Callable[[], None]) -> Spelled:
-    """Make an entry of the cache, in the place of a damaged one; what its texts spell."""
+def _make(place: Path, names: Mapping[str, str], options: ReadOptions, look: Callable[[], None]) -> None:
+    """Make an entry of the cache, in the place of a damaged one."""
     if os.path.lexists(place):
         logger.warning("%s is damaged: it is made again", place)
         discard(place)
@@ -297,9 +244,8 @@ def _make(place: Path, names: Mapping[str, str], options: ReadOptions, look: Cal
     making.mkdir(exist_ok=True)
     remove_leftovers(making)  # of a write that was killed
     files = {path: making / name for path, name in names.items()}
-    found = tokenize_files(files, options, workers=len(os.sched_getaffinity(0)), look=look)
+    tokenize_files(files, options, workers=len(os.sched_getaffinity(0)), look=look)
     making.rename(place)
-    return found
 
 
 def _key(streams: Sequence[Stream], options: ReadOptions, data: DataTable) -> str:

@@ -28,6 +28,7 @@ from trainer.wording import short_repr
 Scalar = float | torch.Tensor
 MOST_EXACT = 2**53  # larger integers need not be exact as floats
 _MEANS = ("mean", "weighted_mean")
+_GUARD = BestEffort("reduction")  # of loops without one
 
 
 class SumCount(NamedTuple):
@@ -278,7 +279,7 @@ def reduce_over_ranks(
         rank) for counters that ask for it. A NaN on any rank makes the result NaN.
     """
     operations = keys if isinstance(keys, Mapping) else rank_operations(keys)
-    guard = guard or BestEffort("reduction")
+    guard = guard or _GUARD
     shards = [local] if isinstance(local, Mapping) else local
     own = torch.stack([_pack(each, operations, device, guard) for each in shards])  # [shards, numbers]
     ranks = [own]

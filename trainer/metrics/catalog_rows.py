@@ -258,7 +258,7 @@ _LedgerZero = partial(_Counter, band=(0.0, 0.0), healthy="0.")
 
 DATA_ROWS: tuple[MetricSpec, ...] = (
     _MixingRow("stream_mixing/active/remaining_min", "Remaining picks, minimum", unit="picks", ranks="min")(
-        "Fewest picks left of a reader.", "Often 1 or 0 with refill.", "Never low: not picked."
+        "Fewest picks left of a reader.", "Often 1 with refill.", "Never low: not picked."
     ),
     _MixingRow("stream_mixing/active/remaining_max", "Remaining picks, maximum", unit="picks", ranks="max")(
         "Most picks left of an active reader.", "At most a whole slice's picks.", "Constant: stuck."

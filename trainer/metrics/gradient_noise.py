@@ -154,6 +154,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         continue each other's documents, so that only ranks are compared.
         """
         self._sums.zero_()
+        self._failure = None
         self._sums[noise_scale.RANKS].fill_(1.0)  # `= 1.0` would copy it from the host, and wait
         self._middle_at: int | None = None
         if num_micros is not None and self._world_size == 1:
@@ -173,6 +174,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         one does not enter the averages. `rows_before`: rows of its document before a row, on
         average.
         """
+        if isinstance(groups, Tensor):  # whose elements equal none
+            groups = groups.tolist()
         self._repeated += not self._groups.isdisjoint(groups)
         self._groups.update(groups)
         self._rows_before += rows_before

@@ -46,7 +46,7 @@ class _RankFormatter(logging.Formatter):
         level, when = record.levelname, ""
         if self._time_format is not None:
             when = time.strftime(self._time_format, time.gmtime(record.created))
-        elif sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        elif is_terminal() and not os.environ.get("NO_COLOR"):
             level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
         return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))

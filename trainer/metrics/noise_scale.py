@@ -105,7 +105,8 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
-        return Absent("a micro-batch's norm could not be measured (see the rank's log)", is_fault=True)
+        reason = "a micro-batch's norm is not known: kappa was 0 beside a gradient, or a hook ran never or twice"
+        return Absent(reason, is_fault=True)
     if not all(map(math.isfinite, (*sums, grad_sq))):
         return Absent("a gradient of the window was not finite", is_fault=True)
     if sums[REPEATED] > 0.0:
@@ -415,7 +416,7 @@ class PairAverage:
 class NoiseScaleAverage:
     """The noise scale over many windows: S and |G|^2 are averaged first, their ratio is taken last.
 
-    `ema`: weight of the past, in (0, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
+    `ema`: weight of the past, in [0.8, 1); the average spans about `(1 + ema) / (1 - ema)` windows.
     """
 
     GAUGES = (
@@ -424,7 +425,7 @@ class NoiseScaleAverage:
     )
 
     def __init__(self, ema: float = 0.95) -> None:
-        assert 0.0 < ema < 1.0, ema
+        assert 0.8 <= ema < 1.0, ema
         self._ema = ema
         self.stretches = Stretches()
         self._noise = PairAverage(ema, self.stretches)  # x = tr(Sigma), y = |G|^2

@@ -232,6 +232,8 @@ class MetricsTracker:
         since.parts.update(ended.parts)
         if tokens_trained is None:
             tokens_trained = tokens_in_step
+        if isinstance(tokens_trained, torch.Tensor):  # float32 could not hold the total
+            tokens_trained = tokens_trained.long()
         self._tokens_seen = self._tokens_seen + tokens_trained
         guard = self.diagnostics.best_effort
         for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
@@ -244,7 +246,7 @@ class MetricsTracker:
 
     def log_last(self, step: int, extra: Mapping[str, Value | None]) -> None:
         """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
-        if self._last is not None:
+        if self._last is not None and self._since.steps:
             self.diagnostics.best_effort("extra").run(self._extra.add, extra)
             self._log(step, **self._last)
 

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from trainer.files import read_json
-
-if TYPE_CHECKING:
-    from trainer.config.schema import RunConfig
+from typing import Any
 
 DEFAULT = "rglru"
-WIDEST = 128  # heads of gated_delta by default
 
 
 @dataclass(frozen=True)
@@ -43,32 +35,3 @@ FAMILIES: dict[str, Family] = {
     "bamba": _hugging_face("bamba", least_tokens=2),
     **{name: _hugging_face(name) for name in ("lfm2", "qwen3_next", "kimi_linear")},
 }
-
-
-def fewest_heads(dim: int) -> int:
-    """The fewest heads that divide `dim`, at most `WIDEST` wide: kernels are fastest there."""
-    least = max(-(-dim // WIDEST), 1)
-    return next((heads for heads in range(least, dim) if dim % heads == 0), max(dim, 1))
-
-
-def with_sizes(config: RunConfig, trained: Mapping[str, Any]) -> RunConfig:
-    """A run's config with the sizes that it leaves open: heads of gated_delta, or a read model's.
-
-    `trained`: a checkpoint's config, whose sizes count; empty: the default, or the model's own.
-    """
-    table, update = config.model, dict[str, Any]()
-    if table.family == "gated_delta" and not table.args.get("heads"):
-        heads = fewest_heads(table.dim)
-        match trained:
-            case {"model": {"args": {"heads": int(known)}}}:
-                heads = known
-        update = {"args": {**table.args, "heads": heads}}
-    elif table.target is None and isinstance(table.args.get("from"), str):
-        with suppress(OSError, ValueError):  # a file that cannot be read is refused where the model is built
-            read = read_json(Path(table.args["from"], "config.json"))
-            update = {"dim": read.get("hidden_size", table.dim)}
-            update["num_layers"] = read.get("num_hidden_layers", table.num_layers)
-        match trained:
-            case {"model": {"args": {"from": str()}, "dim": int(dim), "num_layers": int(num_layers)}}:
-                update = {"dim": dim, "num_layers": num_layers}
-    return config.model_copy(update={"model": table.model_copy(update=update)})

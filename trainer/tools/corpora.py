@@ -184,10 +184,10 @@ def write_corpus(
     """Write `out/<modality>/<stream>.jsonl`, one document per line, and a manifest, which is
     returned.
 
-    An equal corpus that is there is left untouched. Raises UserError: `out` holds another one and
-    `force` is not given, or it holds files that are no part of one.
+    An equal corpus that is there is left untouched. Raises UserError: `out` holds another one, or a
+    damaged one, and `force` is not given, or it holds files that are no part of one.
     """
-    out = out.absolute()
+    out = Path(os.path.realpath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
         new, old = Path(work, "new"), Path(work, "old")
@@ -201,10 +201,12 @@ def write_corpus(
             manifest["modalities"][modality] = {**counts, "text_bytes": sum(map(_size, streams.values()))}
         write_file(new / MANIFEST_NAME, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         if out.exists() and any(out.iterdir()):
-            if _written(out) == manifest:
+            is_equal = _written(out) == manifest
+            if is_equal and all(_digest(out / name) == each for name, each in manifest["streams"].items()):
                 return manifest
             if not force:
-                raise UserError(str(out), "holds another corpus", "use another directory, or --force to replace it")
+                what = "a damaged corpus" if is_equal else "another corpus"
+                raise UserError(str(out), f"holds {what}", "use another directory, or --force to replace it")
         # Two renames: for a moment there is no corpus, but never half of one.
         if out.exists():
             out.rename(old)
@@ -225,6 +227,13 @@ def _written(out: Path) -> dict[str, Any]:
         problem = f"holds {few(sorted(others))}, no part of the corpus"
         raise UserError(str(out), problem, "move it away, or name another directory")
     return manifest
+
+
+def _digest(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_stream(path: Path, documents: Sequence[Document]) -> str:
@@ -254,6 +263,8 @@ def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: boo
         candidates: list[Candidate] = []
         others = {*suffixes(), *index_suffixes()}.difference(FORMATS["text"].suffixes)
         for source, path in _files(name, patterns).items():
+            if out.absolute() in path.parents:
+                continue
             suffix = path.suffix.lower()
             if suffix in others:
                 refused[f"{name}/{source}"] = f"no plain text: {suffix}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data_tables import SourceTable
-from trainer.config.rules import data_shards, reads_lanes
+from trainer.config.rules import data_shards, reads_lanes, tokens_per_micro
 from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
@@ -62,10 +62,10 @@ def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iter
 
 
 def warn_of_rate_change(saved: Mapping[str, Any], plan: Plan, reached: int) -> None:
-    """Warn where a resume from a checkpoint of this config makes the learning rate jump."""
+    """Warn where a resume from a checkpoint of this state makes the learning rate jump."""
     try:
-        before = RunConfig.model_validate(saved)
-        length = Length.of(before, plan.facts.tokens_per_micro)
+        before = RunConfig.model_validate(saved["config"])
+        length = Length.of(before, tokens_per_micro(before, saved["data_shards"]))
         then = make_schedule(before, length)(reached)
     except ValueError:  # of an earlier version; its differences are logged anyway
         return
@@ -133,13 +133,12 @@ MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 """Numbers per parameter that an optimizer keeps at least."""
 
 
-def model_bytes(plan: Plan, num_parameters: int) -> dict[str, int]:
+def model_bytes(plan: Plan, trained: int, frozen: int) -> dict[str, int]:
     """Bytes of a rank's weights, gradients and optimizer, which of the user's own is left out; in a
-    sharded model, of its shards alone."""
-    held = num_parameters
-    if plan.layout is not None:
-        held = -(-num_parameters // plan.layout.shards)
-    found = {"weights": 4 * held, "gradients": 4 * held}
+    sharded model, of its shards alone. Of so many `trained` and `frozen` numbers."""
+    shards = plan.layout.shards if plan.layout is not None else 1
+    held = -(-trained // shards)
+    found = {"weights": 4 * held + 4 * -(-frozen // shards), "gradients": 4 * held}
     if plan.config.optimizer.target is None:
         moments = MOMENTS[plan.config.optimizer.name] or int(plan.config.optimizer.momentum > 0)
         found["optimizer"] = 4 * held * moments
@@ -154,7 +153,7 @@ OPENED_BYTES = 64_000_000  # of all sources together, which may have to be token
 class Content(NamedTuple):
     """An epoch of a source."""
 
-    tokens: int  # of text that is not opened: its bytes
+    tokens: int  # of text that is not opened: its bytes; 0, if it is compressed: not known
     documents: int = 0  # that are not held out, or their parts; 0: not opened
     padded: int = 0  # tokens, with what fills the last cell of each document; 0: not opened
 
@@ -193,8 +192,11 @@ def _by_bytes(plan: Plan, source: Source) -> Content:
     _, read, _ = reading(plan, source)
     tokens = 0
     for stream in source.streams:
-        row = FORMATS.get(format_name(Path(stream.path), source.table.format))
-        if row is None or row.pieces is not None:
+        name = format_name(Path(stream.path), source.table.format)
+        row = FORMATS.get(name)
+        if row is None or name in ("parquet", "jsonl_compressed"):
+            return Content(0)
+        if row.pieces is not None:
             tokens += file_bytes(stream)
         else:  # ids, of which nothing is read without an id to look for
             tokens += len(load_documents(stream.path, replace(read, eod=None)).tokens)

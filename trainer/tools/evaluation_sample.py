@@ -111,10 +111,14 @@ class DocumentLosses(EvalRider):
         """The groups of the user's own rows. A row of none is a document, of a number below -1 that no
         other rank has."""
         groups = (micro.carry or Carry.of_no_group(len(micro.targets))).group_ids
-        alone = -2 - self._info.rank - self._info.world_size * (self._num_rows + np.arange(len(groups)))
+        rank, world_size = self._info.rank, self._info.world_size
+        alone = -2 - rank - world_size * (self._num_rows + np.arange(len(groups)))
         self._num_rows += len(groups)
-        found: list[int] = np.where(groups < 0, alone, groups).tolist()
-        self._names |= {group: ("", "", group) for group in found}
+        found: list[int] = []
+        for group in np.where(groups < 0, alone, groups).tolist():
+            key = group if group < 0 else group * world_size + rank  # ranks may number theirs alike
+            self._names[key] = "", f"rank {rank} of {world_size}" * (world_size > 1), group
+            found.append(key)
         return found
 
     def part(self) -> Sums | None:
@@ -196,9 +200,9 @@ def draw_sample(
     while True:
         looked_at = [files[at] for at in np.sort(order[:num_files])]
         owners, documents, tokens = _count(looked_at)
-        if len(tokens) or num_files == len(files):
+        if len(tokens) >= LEAST or num_files == len(files):
             break
-        num_files = min(2 * num_files, len(files))  # none of those is held out
+        num_files = min(2 * num_files, len(files))  # too few of those are held out
     is_counted = num_files == len(files)
     cells = -(-tokens // seq_len)
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):

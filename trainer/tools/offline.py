@@ -14,6 +14,7 @@ import torch
 from trainer.cli.parts import PARTS
 from trainer.config.data_tables import EvalSourceTable, MixingTable
 from trainer.config.schema import DistributedTable, RunConfig, SchedulerTable
+from trainer.data.fingerprint import FINGERPRINT_KEY
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Strategy
 from trainer.errors import UserError
@@ -24,7 +25,8 @@ from trainer.tools.doubts import trained_on
 from trainer.tools.saved_model import Step, load_model, refuse_code
 from trainer.training.build import model_and_loss, reading
 from trainer.training.evaluator import ALL, Evaluator, eval_sets
-from trainer.training.plan import Plan, Source, make_auxiliary, make_plan, resolve_sources
+from trainer.training.plan import Plan, Source, make_auxiliary, make_plan, source_of
+from trainer.training.record import check_data
 
 logger = get_logger(__name__)
 
@@ -74,6 +76,12 @@ def evaluate_checkpoint(
         problem = f"has {what} held-out documents to evaluate on"
         raise UserError(str(directory), problem, "name a set with --source NAME=PATH")
     plan = _plan(config, sets, batches, takes_mask=bool(sources))
+    if saved.data is not None and config.eval.holdout_fraction and not sets:
+        try:  # of changed data, others are held out
+            check_data(plan, {FINGERPRINT_KEY: saved.data}, RankInfo())
+        except UserError as error:
+            error.key, error.fix = str(directory), "put the data back, or name a set with --source NAME=PATH"
+            raise
     info, diagnostics = RankInfo(), Diagnostics()
     row_model, loss = model_and_loss(saved.model, plan, device)
     read = eval_sets(plan, info, device)
@@ -113,8 +121,9 @@ def _plan(config: RunConfig, sets: Sequence[EvalSourceTable], batches: int | Non
     planned = planned.model_copy(update={"data": data})
     plan = replace(plan, config=planned, eval_sources=plan.sources)
     training: list[Source] = []
-    with suppress(UserError):  # the training data are no longer where the run read them
-        training = resolve_sources(trained, 1)
+    for table in trained.data.source:
+        with suppress(UserError):  # it is no longer where the run read it
+            training.append(source_of(table))
     for doubt in trained_on(training, plan.eval_sources):
         logger.warning("%s", UserError(*doubt).message)
     masks = {each.loss_mask for each in trained.data.source if each.loss_mask}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -70,6 +71,11 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     if step <= begun or (step > config.train.steps and not config.train.tokens):
         problem = f"has the steps {begun + 1} to {config.train.steps}, not {step}"
         raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
+    last = max((at for at in kept if at < step), default=begun)
+    for restart in load_run(run_dir).restarts:  # between two checkpoints that are left
+        if restart.details.get("changed") and last < restart.global_step < (later or math.inf):
+            problem = f"has other settings since step {restart.global_step}, and no checkpoint of it"
+            raise UserError(str(run_dir), problem, "name a step behind a checkpoint that is left")
     environment = usable(environment)
     size = environment.get("world_size") or 1
     plan = make_plan(config, size, parts=replace(PARTS, messages=None))

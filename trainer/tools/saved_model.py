@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainer.cli.parts import PARTS
 from trainer.config.load import load_config, to_toml
 from trainer.config.schema import RunConfig
+from trainer.data.fingerprint import FINGERPRINT_KEY, mark_files
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import parse_count, replacing_path, write_file
@@ -48,6 +49,7 @@ class SavedCheckpoint:
     config: RunConfig
     weights: dict[str, Tensor]
     shared: dict[str, str]  # tied weights, by the name of the one that they are
+    data: Mapping[str, Any]  # the `Fingerprint` of what it was trained on
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class SavedModel:
     tokenizer: Tokenizer
     config: RunConfig
     step: int | None
+    data: Mapping[str, Any] | None  # as in a checkpoint; None: an export
 
 
 def find_checkpoint(run_dir: str | Path, step: Step) -> Path:
@@ -75,6 +78,8 @@ def find_checkpoint(run_dir: str | Path, step: Step) -> Path:
     if not found:
         key, problem = str(run_dir), "has no complete checkpoint"
         fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
+        if (Path(run_dir) / WEIGHTS_FILE).is_file():
+            fix = "an export has one kind of weights: leave out --step and --ema"
     elif wanted == -1:
         problem = f"{run_dir} has no best checkpoint: no checkpoint.keep_best, or no finite value yet"
     raise UserError(key, problem, fix)
@@ -87,7 +92,7 @@ def config_of(state: Mapping[str, Any], path: Path) -> RunConfig:
         return RunConfig.model_validate(state.get("config"))
     except ValidationError as error:
         first = ".".join(map(str, error.errors()[0]["loc"]))
-        problem = f"was made by another version: {first} of its config is unknown here"
+        problem = f"was made by another version: {first} of its config does not fit this one"
         raise UserError(str(path), problem, "use that version") from None
 
 
@@ -98,7 +103,9 @@ def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False
     try:
         found = checkpoint.find(named.parent, "auto" if step is None else str(named))
     except UserError as error:
-        error.key, error.fix = str(run_dir), "name another one with --step"
+        error.key = str(run_dir)
+        if step is not None:
+            error.fix = "name another one with --step"
         raise
     assert found is not None
     path, state = found
@@ -106,10 +113,24 @@ def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False
         tensors = open_model(path, state)
         weights = whole_weights(tensors, ema=ema)
     except (CheckpointError, KeyError, ValueError) as error:
-        problem = f"cannot be used: {error}"
-        raise UserError(str(path), problem, "name another one with --step") from None
+        fix = "name another one with --step" + ", or leave out --ema" * ema
+        raise UserError(str(path), f"cannot be used: {error}", fix) from None
     shared = tensors.values.get("shared", {})
-    return SavedCheckpoint(path, int(state["step"]), config_of(state, path), weights, shared)
+    return SavedCheckpoint(path, int(state["step"]), config_of(state, path), weights, shared, state[FINGERPRINT_KEY])
+
+
+def tokenizer_with(config: RunConfig, data: Mapping[str, Any] | None) -> Tokenizer:
+    """The tokenizer of a model that was trained on `data`, a `Fingerprint`; None: an export.
+    Raises UserError: it is not there, or changed."""
+    name, problem = config.data.tokenizer, ""
+    if name.endswith(".json"):
+        if not Path(name).is_file():
+            problem = "the model's tokenizer is not there (paths are relative to the working directory)"
+        elif data is not None and mark_files([[Path(name)]], blocks=data["blocks"]) != [data["tokenizer"]]:
+            problem = "is not the tokenizer that the model was trained with: it changed"
+    if problem:
+        raise UserError(name, problem, "go where the run was started, or put the file back")
+    return tokenizer_of(config.data, parts=PARTS)
 
 
 def refuse_code(config: RunConfig, place: str | Path, *tables: str, trusted: bool) -> None:
@@ -152,24 +173,21 @@ def load_model(
     """
     place = Path(directory).absolute()  # building the model may change the working directory
     found: int | None = None
-    tokenizer = ""
+    data: Mapping[str, Any] | None = None
     if (place / WEIGHTS_FILE).is_file() and not ema and step is None:  # an export has one kind
         config, source = load_config(place / CONFIG_FILE), place
         weights, metadata = read_weights(place)
         found = parse_count(metadata.get("step", ""))
         if (place / "tokenizer.json").is_file():
-            tokenizer = str(place / "tokenizer.json")
+            own = {"data": config.data.model_copy(update={"tokenizer": str(place / "tokenizer.json")})}
+            config = config.model_copy(update=own)
     else:
         saved = read_checkpoint(directory, step, ema=ema)
-        config, source, weights, found = saved.config, saved.path, saved.weights, saved.step
+        config, source, weights, found, data = saved.config, saved.path, saved.weights, saved.step, saved.data
     refuse_code(config, source, "model", trusted=trust_code)
-    name = tokenizer or config.data.tokenizer
-    if name.endswith(".json") and not Path(name).is_file():
-        problem = "the tokenizer of the model is not there (paths are relative to the working directory)"
-        raise UserError(name, problem, "go where the run was started")
-    words = tokenizer_of(config.data, name, parts=PARTS)
+    words = tokenizer_with(config, data)
     model = model_with(weights, config, words.vocab_size, source)
-    return SavedModel(model.to(device).eval(), words, config, found)
+    return SavedModel(model.to(device).eval(), words, config, found, data)
 
 
 def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int, source: Path) -> nn.Module:
@@ -182,13 +200,16 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
     return model
 
 
+TEMPLATES = "additional_chat_templates"  # a directory, as transformers writes it
+
+
 def is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    own = {".safetensors", ".json", ".jinja", ".toml", ".model"}
-    others = [path for path in files if path.suffix not in own and path.name not in ("merges.txt", "vocab.txt")]
+    own, names = {".safetensors", ".json", ".jinja", ".toml", ".model"}, ("merges.txt", "vocab.txt", TEMPLATES)
+    files = [*directory.iterdir()]
     has_weights = any(path.suffix == ".safetensors" for path in files)
-    return (directory / CONFIG_FILE).is_file() and has_weights and not others
+    is_plain = all(path.suffix in own or path.name in names for path in files)
+    return (directory / CONFIG_FILE).is_file() and has_weights and is_plain
 
 
 def export_model(
@@ -210,7 +231,7 @@ def export_model(
     """
     saved = read_checkpoint(run_dir, step, ema=ema)
     config = saved.config
-    tokenizer = tokenizer_of(config.data, parts=PARTS)
+    tokenizer = tokenizer_with(config, saved.data)
     run_dir, place = run_dir.absolute(), Path(os.path.realpath(out))
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as work:
@@ -303,4 +324,7 @@ def save_weights(
     kept = {name: tensor for name, tensor in state.items() if name not in shared}
     with replacing_path(path) as temporary:
         described = {**metadata, SHARED_KEY: json.dumps(shared)}
-        safetensors.torch.save_file(kept, str(temporary), described)
+        try:
+            safetensors.torch.save_file(kept, str(temporary), described)
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from None

@@ -99,7 +99,7 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
         logins = netrc.netrc(Path(environ.get("NETRC") or Path.home() / ".netrc"))
         if logins.authenticators(server) is not None:
             return "online", "there is a login"
-    return "offline", "there is no login (wandb login, or WANDB_API_KEY)"
+    return "offline", f"there is no login for {server} (wandb login, WANDB_API_KEY; WANDB_BASE_URL)"
 
 
 def unused_step(files: Iterable[Path]) -> int:
@@ -242,6 +242,8 @@ class WandbSink:
         """Keep wandb from blocking the interpreter's exit if its service does not respond."""
         import wandb
 
+        if messages.disabled:  # again
+            return
         messages.disabled = True
         run = self._run  # `close` in its thread may end meanwhile
         if self._is_online and run is not None:

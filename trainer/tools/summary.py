@@ -79,8 +79,8 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
         lines += [f"{name or 'held out'}: {in_words(curve, cell)}" for name, curve in curves_of(metrics).items()]
     losses, more = [], ""
     for each in () if run.evaluator is None else run.evaluator.sets:
-        if each.sample is not None:
-            more = f"; on all of it: train eval {run.view.run_dir.path}"
+        if each.sample is not None and not each.name:
+            more = f"; on all of it: train eval {shlex.quote(str(run.view.run_dir.path))} --held-out"
         key = f"eval/{each.name}/loss" if each.name else "eval_loss"
         if key in metrics:
             error, shown = metrics.get(key + ERROR_SUFFIX), f" ({each.read})"
@@ -125,7 +125,7 @@ def begun(view: RunView) -> None:
     """Log model, machine, precision and run directory, and how the ranks share the model."""
     plan, facts, model = view.plan, view.plan.facts, view.model
     if view.found is not None:
-        warn_of_rate_change(view.found[1]["config"], plan, view.position.reached)
+        warn_of_rate_change(view.found[1], plan, view.position.reached)
     device = next(model.parameters()).device
     ranks, precision = counted(facts.world_size, "rank"), plan.config.train.precision
     text = f"{num_parameters(model):,} parameters, {ranks} on {device} in {precision}"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Ints
-from trainer.data.documents import Kind, ReadOptions
+from trainer.data.documents import Kind, ReadOptions, damaged
 from trainer.data.formats import FORMATS, format_name, load_documents, takes_option
 from trainer.data.groups import held_out
 from trainer.data.lanes import DOCUMENTS_PER_LANE
@@ -46,9 +46,12 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
         return "text"
     if row.pieces is not None:
         try:
-            next(row.pieces(path, ReadOptions(IdsTokenizer(UNBOUNDED), column=column)), None)
+            options = ReadOptions(IdsTokenizer(UNBOUNDED), column=column)
+            first = next(row.pieces(path, options), None)
         except (UserError, OSError):  # such as of text, which takes a tokenizer
             return "text"
+        if first is None:
+            raise damaged(path, "has no documents", "remove the file")
     return "ids"
 
 

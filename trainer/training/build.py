@@ -220,8 +220,11 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]
     if saved is None or saved["data_shards"] != plan.facts.data_shards:
         return {}
     now, before = plan.config.model_dump(mode="json"), saved["config"]
-    pairs = [(each["data"]["mixing"], each["train"]["micro_batches"], each["ledger"]) for each in (now, before)]
-    return dict(saved.get(LANE_SETS, ())) if pairs[0] == pairs[1] else {}
+    found = []
+    for each in (now, before):
+        weights = [(source["name"], source["weight"]) for source in each["data"]["source"]]
+        found.append([weights, each["data"]["mixing"], each["train"]["micro_batches"], each["ledger"]])
+    return dict(saved[LANE_SETS]) if found[0] == found[1] else {}
 
 
 def _largest_shares(weights: Sequence[ScheduledWeight]) -> list[float]:

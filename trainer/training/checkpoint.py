@@ -86,15 +86,20 @@ def discard_staging(checkpoints: Path) -> None:
     remove_leftovers(checkpoints)  # such as a half-made link
 
 
-def set_aside_after(checkpoints: Path, step: int) -> list[Path]:
-    """Move checkpoints after `step`, where the run continues, to `checkpoints/abandoned/` (rank 0).
+def set_aside_after(checkpoints: Path, step: int, found: Path | None = None) -> list[Path]:
+    """Move checkpoints of other branches than that of `found`, from which the run continues after
+    `step`, to `checkpoints/abandoned/` (rank 0): those of later steps, and of `step` itself.
 
     Otherwise `auto` would later continue from the abandoned branch.
     """
-    later, moved = [path for path in checkpoints.glob("step_*") if step_of(path) > step], []
-    for path in later:
+    found, moved = found and found.resolve(), list[Path]()
+    for path in [path for path in checkpoints.glob("step_*") if step_of(path) >= step]:
+        if step_of(path) == step and found in (None, path.resolve()):
+            continue
         target = checkpoints / "abandoned" / path.name
         target.parent.mkdir(exist_ok=True)
+        if target.resolve() == found:  # an abandoned one, to which the run goes back
+            target = target.with_name(f"{path.name}_of_another_branch")
         if target.exists():
             remove_tree(target)
         moved.append(path.rename(target))
@@ -111,7 +116,10 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
     for path in found[keep_last:]:
         step = step_of(path)
         if step not in kept and (not keep_every or step % keep_every):
-            remove_tree(path)
+            try:
+                remove_tree(path)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 def best_step(path: Path) -> int:
@@ -212,12 +220,13 @@ def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
-    A UserError if the checkpoint of `resume` is incomplete, or for `auto` all of several.
+    A UserError if the checkpoint of `resume` is incomplete, or for `auto` all there are.
     """
     if resume == "off":
         return None
     if resume != "auto":
-        return Path(resume), state_of(resume, verify)
+        path = Path(resume).resolve()  # `latest` may move meanwhile
+        return path, state_of(str(path), verify)
     candidates = [path for path in checkpoints.glob("step_*") if step_of(path) >= 0]
     for path in sorted(candidates, key=step_of, reverse=True):
         try:

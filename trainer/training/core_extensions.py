@@ -83,7 +83,7 @@ class StepDetails(Extension):
         if self._token_types and "token_types" in micro.extras and is_correct is not None:
             self._token_type_guard.run(self._add_token_types, micro, loss, is_correct)
         for kind, names in self._names.items():
-            if names and micro.extras.get(LABELS[kind]):
+            if names and LABELS[kind] in micro.extras:
                 self._label_guard.run(self._add_labels, kind, micro, loss)
 
     def drain_metrics(self) -> dict[str, Reported]:

@@ -114,6 +114,8 @@ class Evaluator:
         """What is evaluated: the prefix of its keys, and the context in which the model has it."""
         sizes, problem = token_bytes(plan.tokenizer)
         # Bits per byte are cross-entropy per byte of text.
+        if sizes is not None and config.data.eod is not None:
+            sizes[config.data.eod] = 0
         if "token_ce" not in components:
             sizes, problem = None, "the cross-entropy is not trained on"
         bytes_of = None

@@ -184,7 +184,8 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step that the next one waits for: logged, every `boundary_every`-th, others."""
+        """After a step that the next one waits for: logged, every `boundary_every`-th, others. Once
+        more with `is_last` where the data end behind it."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run: fits JSON, and is the same on all ranks."""
@@ -194,7 +195,7 @@ class Extension:
         """Continue from a saved state."""
 
     def closed(self) -> None:
-        """The run ends, in any way."""
+        """The run ends, in any way. Not called of one that has failed."""
 
 
 MOMENTS = [name for name in vars(Extension) if callable(getattr(Extension, name)) and name[0] != "_"]
@@ -325,7 +326,7 @@ class Extensions:
             elif each in self._all:
                 # Off here too, so that every rank drops its part; rank 0 records it.
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    each.guard.fail(RuntimeError(f"it failed on another rank, at step {step.number}"))
+                    each.guard.fail(RuntimeError(f"it gave no sums on a rank, at step {step.number}"))
                 each.guard.enabled = False
                 self._all.remove(each)
                 self._arrange()
@@ -336,10 +337,13 @@ class Extensions:
         found: dict[str, Reported] = {}
         for each in self._by_moment["drain_metrics"]:
             drained = each.call("drain_metrics")
-            if not isinstance(drained, Mapping | None):
+            if isinstance(drained, Mapping):
+                found |= drained
+            elif drained is not None:
                 each.guard.fail(TypeError(f"drain_metrics() gave {short_repr(drained)}, no mapping"))
-                drained = None
-            found |= dict.fromkeys(each.extension.metric_keys) if drained is None else drained
+        for each in self._all:
+            if not each.guard.enabled:
+                found |= dict.fromkeys(each.extension.metric_keys)
         return found
 
     def close(self) -> None:

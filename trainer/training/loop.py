@@ -311,14 +311,12 @@ def end_of_data(run: Run, taken: InFlight) -> str:
     position, step = run.position, run.position.step
     if not step or position.last_step == step:  # another step without data may be in flight
         return NO_DATA
-    was_logged = run.tracker.will_log(step)
     position.last_step = step
-    if not was_logged:
+    if not run.tracker.will_log(step):
         run.tracker.log_last(step, reduced_metrics(run, step, taken.launched.ready_at))
     if run.evaluator is not None and step % run.view.config.eval.every and not evaluate(run):
         return stopped_by(run)
-    if not (was_logged or is_boundary(run, step)):
-        run.extensions.call("at_boundary", step, is_last=True)
+    run.extensions.call("at_boundary", step, is_last=True)
     return NO_DATA
 
 

@@ -29,7 +29,6 @@ from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.logger import get_logger, is_terminal
 from trainer.metrics.sinks import Output
 from trainer.metrics.tracker import MetricsTracker
-from trainer.model.families import with_sizes
 from trainer.objective import Auxiliary, Loss
 from trainer.on_device import memory_of
 from trainer.options import MicroBatches
@@ -141,8 +140,6 @@ def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Place
     refuse_unlike(plan.config, info)
     run_dir, found, uploads = place_run(plan, launch.run_dir, info, stack)
     saved = None if found is None else found[1]
-    # Sizes that the config leaves to the model family are those of the checkpoint.
-    plan = replace(plan, config=with_sizes(plan.config, {} if saved is None else saved["config"]))
     # Before the model is built, which may take minutes.
     fingerprint = check_data(plan, saved, info)
     run_dir.data = fingerprint.content

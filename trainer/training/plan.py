@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, layout_for
 from trainer.errors import UserError
-from trainer.files import is_url
+from trainer.files import is_url, read_json
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
@@ -110,7 +112,7 @@ def width_of(model: nn.Module) -> int:
 def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) -> Plan:
     """Check the config. `parts` have messages about settings that cannot be meant."""
     # First of all, so that every rank and every check sees the same settings.
-    config = _for_this_device(config)
+    config = _with_read_sizes(_for_this_device(config))
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, num_shards)
     facts = check_rules(config, world_size)
@@ -135,7 +137,7 @@ def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) ->
 
 def resolve_sources(config: RunConfig, num_shards: int) -> list[Source]:
     """Every source, with its weight and streams."""
-    sources = [_source(table) for table in config.data.source]
+    sources = [source_of(table) for table in config.data.source]
     micro_tokens = tokens_per_micro(config, num_shards)
     batches = config.micro_batches
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
@@ -143,8 +145,8 @@ def resolve_sources(config: RunConfig, num_shards: int) -> list[Source]:
     weights = [source.weight for source in sources]
     gap = first_all_zero(weights, batches, num_batches)
     if gap is not None:
-        problem = f"all weights are zero from batch {gap} on (the run has {num_batches} batches a rank)"
-        raise UserError("data.source.weight", problem, "give a source a weight above 0 there")
+        problem = f"all weights are zero at batch {gap}, of {num_batches} that a data shard has"
+        raise UserError("data.source", problem, "give a source a weight above 0 there")
     return sources
 
 
@@ -155,7 +157,8 @@ def resolve_eval_sources(config: RunConfig) -> list[Source]:
     return [Source(name, each, weight, _streams(each, f"eval source {name}")) for name, each in tables.items()]
 
 
-def _source(table: SourceTable) -> Source:
+def source_of(table: SourceTable) -> Source:
+    """A source, with its weight and streams. Raises UserError: no files, unless it is off."""
     assert table.include is None, "load_config replaces it"
     name, key, weight = table.name, f"{table.name}.weight", table.weight
     spec: ScheduledWeight
@@ -248,6 +251,16 @@ def _for_this_device(config: RunConfig) -> RunConfig:
         is_own = config.model.target is None and family_of(config.model).is_own
         update["compile"] = is_cuda and HAS_TRITON and is_own
     return config.model_copy(update={"train": config.train.model_copy(update=update)})
+
+
+def _with_read_sizes(config: RunConfig) -> RunConfig:
+    """The config with the sizes of a model that is read (`from`), for the record."""
+    table, found = config.model, dict[str, Any]()
+    if table.target is None and isinstance(table.args.get("from"), str):
+        with suppress(OSError, ValueError):  # refused where the model is built
+            found = read_json(Path(table.args["from"], "config.json"))
+    read = {"dim": found.get("hidden_size", table.dim), "num_layers": found.get("num_hidden_layers", table.num_layers)}
+    return config.model_copy(update={"model": table.model_copy(update=read)})
 
 
 def _check_modalities(config: RunConfig, sources: list[Source]) -> None:

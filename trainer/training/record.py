@@ -23,8 +23,8 @@ from trainer.import_path import users_code
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead, last_step
 from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
-from trainer.model.families import with_sizes
 from trainer.training import Found, Uploads, checkpoint, need
+from trainer.training.build import runs_on
 from trainer.training.extension import RunView
 from trainer.training.plan import Plan, Source, width_of
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
@@ -80,7 +80,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
             logger.info("--resume auto: no checkpoint found; starting at step 0")
     elif found is not None:  # before the data are compared, which another tokenizer changes
         with checkpoint.loading(found[0], "config"):
-            check_config(found[1]["config"], with_sizes(config, found[1]["config"]))
+            check_config(found[1]["config"], config)
     return run_dir, found, uploads
 
 
@@ -108,7 +108,8 @@ def begin_record(view: RunView, stack: ExitStack) -> None:
             _make_ready(run_dir, view.plan, stack)
             run_dir.create()
             checkpoint.discard_staging(run_dir.checkpoints)
-            for path in checkpoint.set_aside_after(run_dir.checkpoints, view.first_step):
+            source = view.found and view.found[0]
+            for path in checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, source):
                 logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
             mark = run_dir.mark()
     run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
@@ -143,9 +144,13 @@ def open_record(view: RunView, stack: ExitStack, config_path: Path | None, stdou
                 events.write({"event": "restart", "global_step": step, **_continued(view), "previous": previous})
             # After the event of changed settings, in case this process is killed between.
             if config_path is not None:
-                sizes = {"parameters": num_parameters(state.model), "state_width": width_of(state.model)}
-                sizes["tokens_per_step"] = view.plan.facts.tokens_per_step
-                run_dir.describe(view.config, config_path, view.info, **sizes)
+                facts = {
+                    "parameters": num_parameters(state.model),
+                    "state_width": width_of(state.model),
+                    "tokens_per_step": view.plan.facts.tokens_per_step,
+                    "align": "stream" if runs_on(view.plan, state.model) else "document",
+                }
+                run_dir.describe(view.config, config_path, view.info, facts)
             run_dir.write_status("running", reason="", step=step)
     stack.callback(state.tracker.close)
 

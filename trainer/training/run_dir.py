@@ -10,7 +10,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -114,8 +114,8 @@ class RunDir:
             where, fix = str(error.filename or self.path), "choose another place with --run-dir"
             raise UserError(where, problem, fix) from None
 
-    def describe(self, config: RunConfig, source: Path, info: RankInfo, **sizes: int) -> None:
-        """Write config, read from `source`, and environment, with `sizes` of model and full step."""
+    def describe(self, config: RunConfig, source: Path, info: RankInfo, facts: Mapping[str, Any]) -> None:
+        """Write config, read from `source`, and environment, with `facts` of model and step."""
         with self._writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
@@ -123,7 +123,7 @@ class RunDir:
                     content = read_bytes(source)
                 write_file(self.path / CONFIG, content)
             write_file(self.resolved_config, to_toml(config))
-            write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **sizes})
+            write_json(self.path / ENVIRONMENT, {**environment(info), "data": self.data, **facts})
 
     def lock(self, timeout_sec: float) -> RunLock:
         """Make the directory this process's until `close` (rank 0), see `take_lock`.

@@ -43,10 +43,6 @@ def test_a_dataset_file_knows_its_own_keys(tmp_path):
         write_tiny_config(tmp_path, "[[data.source]]\nname = 'more'\ninclude = 'd.toml'\n"),
         tmp_path / "d.toml",
     )
-    for keys, said in {
-        "batch_size = 4": r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing",
-        "weight = 1e15": r"d\.toml: more\.a: weight: must be less than or equal to 10{15}, got",
-    }.items():
-        path.write_text(f'[[source]]\nname = "a"\nroot = "r"\n{keys}\n')
-        with pytest.raises(UserError, match=said):
-            load_config(config, ["data.source.more.weight=2"])
+    path.write_text('[[source]]\nname = "a"\nroot = "r"\nbatch_size = 4\n')
+    with pytest.raises(UserError, match=r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing"):
+        load_config(config)

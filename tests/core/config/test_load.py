@@ -55,7 +55,8 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be whole numbers"),
         ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "two points have the same key"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
-        ("data.source.0={name='a', include='x.toml', eod=1}", "data.source.0: eod is a source's own: set it in the"),
+        ("data.source.0={name='a', include='x.toml', eod=1}", "eod is for files that are named here, not for include"),
+        ("data.source.0={name='a', target='a:b', mixing={repeat=true}}", "mixing is for files that are named here"),
         (
             "data.source.third.weight=1",
             "data.source has no 'third': it is a list of first, second; use a number from 0,",

@@ -83,7 +83,7 @@ def test_a_gap_in_the_weights_that_only_a_grown_batch_reaches_is_refused(tmp_pat
         'data.source.second.weight={schedule="step",points={0=1,40=0}}',
     ]
     plan_of(config, *gap, "train.micro_batches=2")
-    with pytest.raises(UserError, match="all weights are zero from batch 40"):
+    with pytest.raises(UserError, match="all weights are zero at batch 40, of"):
         plan_of(config, *gap, 'train.micro_batches={schedule="step",points={0=2,3=10}}')
 
 

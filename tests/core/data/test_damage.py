@@ -41,6 +41,7 @@ def index(sizes=SIZES, pointers=POINTERS, documents=DOCUMENTS, **kwargs):
 WHOLE = index()
 INDICES: dict[str, tuple[bytes, str]] = {
     "wrong magic": (b"NOTANIDX!" + WHOLE[9:], r"a\.idx: is not a Megatron-LM index"),
+    "empty": (b"", "is not a Megatron-LM index of version 1"),
     "truncated": (WHOLE[:-9], r"a\.idx: its tables take 102 bytes, it has 93"),
     "unknown version": (index(version=2), "is not a Megatron-LM index of version 1"),
     "unknown dtype": (index(code=9), "is not a Megatron-LM index of version 1 and of integers"),

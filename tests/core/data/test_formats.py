@@ -63,7 +63,7 @@ def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view", "fixed", "large_list", "list_view"])
-def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path, kind):
+def test_parquet_and_arrow_are_read_however_its_strings_and_lists_are_stored(tmp_path, kind):
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     path, values, ids = tmp_path / "a.parquet", [f"text {i % 3}" for i in range(2000)], [[1, 2], [3, 4], [5, 6]]
     integer = pyarrow.int32()
@@ -74,7 +74,9 @@ def test_parquet_is_read_however_its_strings_and_lists_are_stored(tmp_path, kind
         "list_view": lambda: {"tokens": pyarrow.array(ids, pyarrow.list_view(integer))},
     }.get(kind, lambda: {"text": pyarrow.array(values, getattr(pyarrow, kind)())})()
     parquet.write_table(pyarrow.table(columns), path, row_group_size=700 if "text" in columns else 2)
-    assert (texts(path) if "text" in columns else tokens(path)) == (values if "text" in columns else ids)
+    write_arrow(path.with_suffix(".arrow"), columns)
+    for each in (path, path.with_suffix(".arrow")):
+        assert (texts(each) if "text" in columns else tokens(each)) == (values if "text" in columns else ids)
 
 
 def write_jsonl(path, columns):
@@ -156,6 +158,8 @@ def test_a_directory_by_save_to_disk_has_the_files_that_it_lists(tmp_path, caplo
         assert [Path(stream.path).name for stream in streams] == names
     assert sorted(text for stream in streams for text in texts(stream.path)) == columns["text"]
     assert caplog.messages == []
+    named = discover_direct([tmp_path / "alone" / name for name in ("cache-00ff.arrow", names[0])])
+    assert [Path(stream.path).name for stream in named] == ["cache-00ff.arrow", names[0]]
     for discover in (discover_nested, lambda path: discover_direct([path]), lambda path: discover_nested(path.parent)):
         with pytest.raises(
             UserError, match=r"two: is a data set of splits: test, train; name one: paths = \[\".*two/train\"\]"

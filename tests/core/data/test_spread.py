@@ -99,7 +99,8 @@ def test_documents_are_counted_in_few_files_and_estimated_by_bytes_in_many():
 def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_path, monkeypatch):
     full_rows = 'data.mixing={batching_mode="per_row", batch_size=4}', "ledger.capacity=0"
     planned = partial(plan_of, write_tiny_config(tmp_path), *full_rows)
-    plan, cpu = planned('train.micro_batches={schedule="step",points={0=1,9=2}}'), torch.device("cpu")
+    growing = 'train.micro_batches={schedule="step",points={0=1,9=2}}'
+    plan, cpu = planned(growing), torch.device("cpu")
     before = plan_lanes(plan, 10, cpu)
     saved = {"data_shards": 1, "config": plan.config.model_dump(mode="json"), LANE_SETS: [*before.sets.items()]}
     monkeypatch.setattr(built, "memory_of", lambda device: 16 * 4 * 40)
@@ -112,7 +113,8 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
     assert after.words(4).startswith(words)
     resumed = replace(plan, recorded_sets=recorded_sets(plan, json.loads(json.dumps(saved))))
     assert plan_lanes(resumed, 10, cpu).sets == before.sets
-    assert recorded_sets(planned("data.mixing.spread=3"), saved) == recorded_sets(plan, None) == {}
+    for other in ("data.mixing.spread=3", "data.source.first.weight=1"):
+        assert recorded_sets(planned(growing, other), saved) == recorded_sets(plan, None) == {}
 
 
 def test_steps_of_lanes_have_phases():

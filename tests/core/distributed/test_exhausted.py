@@ -56,7 +56,8 @@ def test_a_run_that_had_read_everything_ends_as_it_did_or_continues_with_another
     found = status(tmp_path / "run")
     assert (found["state"], found["reason"], found["last_step"]) == ("done", "data exhausted", last)
     resumed(uninterrupted, tmp_path / "more", last, "data.mixing.repeat=true", f"train.steps={last + 4}")
-    assert sorted(losses(tmp_path / "more" / "metrics.jsonl")) == list(range(last + 1, last + 5))
+    rows = {step: row for (_, step), row in read_rows(tmp_path / "more" / "metrics.jsonl").items()}
+    assert [(step, row["blend/ended_sources"]) for step, row in rows.items()] == [(last + k, 0) for k in range(1, 5)]
 
 
 def test_a_source_that_ends_is_a_finding(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
 import socket
 import sys
@@ -54,17 +53,6 @@ def test_a_model_that_ends_the_process_while_it_is_built_is_an_error_too(tmp_pat
     ended = run(*arguments, extra={"PYTHONPATH": str(tmp_path)})
     assert ended.returncode == 1, ended.stderr
     assert f"UnexpectedExit: sys.exit(0) was called ({tmp_path / 'own.py'}:4)" in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_launcher_says_which_rank_was_killed_before_the_run_began(tmp_path):
-    (tmp_path / "own.py").write_text(
-        "import os\n\ndef build(vocab_size, dim, num_layers):\n    os.kill(os.getpid(), 9)\n"
-    )
-    arguments = ["--config", write_tiny_config(tmp_path), "--set", "model.target=own:build"]
-    ended = run("--nproc", 2, *arguments, extra={"PYTHONPATH": str(tmp_path)})
-    assert ended.returncode == 1, ended.stderr
-    assert re.search(r"^train: rank [01] was ended by SIGKILL$", ended.stderr, re.MULTILINE), ended.stderr
 
 
 def test_a_resume_says_that_the_process_before_it_was_killed_and_the_record_does_too(tmp_path):

@@ -154,7 +154,7 @@ def test_micro_batches_of_one_document_are_absent_and_leave_the_averages_alone(
         model.zero_grad()
         gns.begin_window(None if by_rank else len(groups), by_rank=by_rank)
         for k, own in enumerate(groups):
-            gns.begin_micro(k == len(groups) - 1, groups=own)
+            gns.begin_micro(k == len(groups) - 1, groups=torch.tensor([*own]))
             loss_sum(model, rows(next(seeds)), torch.ones(4)).backward()
             gns.end_micro(4.0, 4)
         return gns.finish(gns.local_sums().tolist(), float(gns.grad_sq()))

@@ -309,6 +309,15 @@ def test_bits_per_byte_are_those_of_the_text_also_where_files_hold_ids(tmp_path)
     assert found["eval/text/bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
     assert found["eval/ids/bits_per_byte"] == pytest.approx(found["eval/text/bits_per_byte"], rel=1e-6)
     assert found["eval/ids/loss"] != pytest.approx(found["eval/text/loss"], rel=1e-6)
+    # A mark that data.eod puts behind each text is none of it either.
+    alone, nats = f"eval.source=[{{name='t',paths=['{tmp_path}/text.jsonl']}}]", 0.0
+    plan = plan_of(tmp_path, "eval.holdout_fraction=0", "data.eod=0", alone)
+    model = make_model(plan).eval()
+    for text in texts:
+        for logits, wanted in from_zero(plan, model, [*text.encode(), 0], 9999):
+            nats += float(F.cross_entropy(logits[wanted > 0], wanted[wanted > 0], reduction="sum"))
+    found, _ = evaluated(plan, model)
+    assert found["eval/t/bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
 
 
 def test_ranks_that_hold_shards_run_as_many_forwards_however_uneven_the_documents_are(tmp_path):

@@ -48,7 +48,7 @@ SKIPS = ("train.on_non_finite=skip", *LRU)
 EXHAUSTED = (
     *("train.on_non_finite=skip", "train.micro_batches=3", "train.steps=9999", "data.mixing.repeat=false"),
     *("data.mixing.batch_size=12", "data.seq_len=64", "ledger.capacity=64", "ledger.wipe_mode=periodic_stale"),
-    *("ledger.stale_threshold=2", "eval.every=999", "checkpoint.every=0"),
+    *("ledger.stale_threshold=2", "eval.every=999", "checkpoint.every=0", "sample.every=999", "sample.tokens=2"),
 )
 
 
@@ -74,6 +74,8 @@ def test_the_numbers_are_those_of_steps_read_at_once(both, settings, fault):
         status = json.loads((late / "status.json").read_text())
         assert status["reason"] == "data exhausted"
         assert status["last_step"] % 8
+        samples = [event["global_step"] for run in (every, late) for event in events(run) if event["event"] == "sample"]
+        assert samples == [status["last_step"]] * 2
         assert {("train", status["last_step"]), ("eval", status["last_step"])} <= rows.keys()
     assert found == []
     assert any(key.startswith("stream_mixing/") for row in rows.values() for key in row)

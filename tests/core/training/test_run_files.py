@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
 from trainer.metrics.sinks import EventWriter, JsonlSink
 from trainer.training import checkpoint as files
-from trainer.training.record import check_config, effective_resume
+from trainer.training.record import check_config
 from trainer.training.run_dir import RunDir, choose_run_dir
 from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
@@ -234,17 +235,6 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, is_over):
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
 
 
-def test_torchrun_s_restart_goes_on_in_a_directory_that_is_refused_otherwise(config, tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.write_status("running", reason="", step=0)
-    write_lock(run.path)
-    with pytest.raises(UserError, match="holds a run already; add --resume auto"):
-        choose_run_dir(config, str(run.path), "off")
-    by_torchrun = effective_resume("off", {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert choose_run_dir(config, str(run.path), by_torchrun).path == run.path
-
-
 def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path):
     for step in (5, 10, 15):
         make_checkpoint(tmp_path, step)
@@ -254,7 +244,12 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert found is not None
     assert files.step_of(found[0]) == 5
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
-    assert files.set_aside_after(tmp_path, 5) == []
+    assert files.set_aside_after(tmp_path, 5) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == []
+    # Back to a branch that was abandoned: the checkpoint of its first step is that of another one.
+    back = shutil.copytree(tmp_path / "step_00000005", tmp_path / "abandoned" / "step_00000005")
+    assert [path.name for path in files.set_aside_after(tmp_path, 5, back)] == ["step_00000005_of_another_branch"]
+    assert files.verify(back)["step"] == 5
+    assert files.find(tmp_path, "auto") is None
 
 
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):

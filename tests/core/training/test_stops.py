@@ -134,12 +134,3 @@ def test_batches_of_another_size_are_dealt_anew_and_find_the_states_of_their_doc
         train_here(path, tmp_path / "run", *sets, *more)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert sum(row["ledger/cold_starts"] for row in rows.values()) == 0
-
-
-@pytest.mark.parametrize("own", ["{name='muon', lr=0.01}", "{target='torch.optim:RMSprop', lr=0.01}"])
-def test_a_resumed_run_goes_on_with_the_moments_of_any_optimizer(tmp_path, own):
-    path, sets = write_tiny_config(tmp_path, EXTRA), (f"optimizer={own}", "scheduler.name=constant")
-    for name, lengths in (("whole", (STEPS,)), ("resumed", (5, STEPS))):
-        for steps in lengths:
-            train_here(path, tmp_path / name, *sets, "checkpoint.resume=auto", f"train.steps={steps}")
-    assert losses(tmp_path / "resumed" / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")

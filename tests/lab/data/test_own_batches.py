@@ -86,6 +86,7 @@ def good(**changed):
         (good(targets=torch.full((2, 3), 300)), "target id 300, and the vocabulary has 0 to 255"),
         (good(group_ids=np.array([5])), r"2 rows has group_ids \[1\]"),
         (good(group_ids=np.array([5, -2])), "group_ids of type int64, such as -2"),
+        (good(group_ids=["doc-a", "doc-b"]), "group_ids of type <U5, such as doc-a"),
         (good(group_ids=np.array([5, 2**63], np.uint64)), "such as 9223372036854775808"),
         (good(group_ids=torch.tensor([5, 5])), "the group 5 twice"),
         (good(end_ids=[7, 8]), "has only one of end_ids and end_cell_index"),

@@ -243,31 +243,19 @@ def test_a_lost_process_is_an_error_that_says_so(source, once, monkeypatch):
         once()
 
 
-def test_the_verb_makes_what_a_run_reads_and_counts_what_spells_special_tokens(source, in_threads, monkeypatch, capsys):
+def test_the_verb_makes_what_a_run_reads(source, in_threads, monkeypatch, capsys):
     monkeypatch.setattr(tokenized, "LEAST_BYTES", 1000)
     config, cache = write_tiny_config(source), source / "cache"
-    words = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
-    words.add_special_tokens(["<s>", "<|end|>"])
-    words.save(str(source / "tokenizer.json"))
-    spelling = ['{"text": "a <s>"}', '{"text": "\\u003c|end|> <s> <s>"}', '{"text": "<s"}', '{"tokens": [3, 1]}']
-    for name in ("corpus/a/stream0.jsonl", "small.jsonl"):
-        with (source / name).open("a") as file:
-            file.write("\n".join(spelling))
+    (source / "small.jsonl").write_text('{"text": "a"}\n{"tokens": [3, 1]}')
     small = f'eval.source=[{{name="small", paths=["{source}/small.jsonl"]}}]'
     values = (f"data.tokenizer={source}/tokenizer.json", f"data.cache_dir={cache}", small)
     given = ["--config", config, *overrides(*values, "distributed={strategy='hsdp', replicas=2}")]
     ended = program(["data", "tokenize", *given], capsys)
     assert (ended.returncode, "source first: tokens of " in ended.stderr) == (0, True), ended.stderr
-    assert "source first: 2 of 52 documents spell special tokens (<s>, <|end|>), which are read as text" in ended.stderr
-    assert "source small: 2 of 4 documents spell special tokens" in ended.stderr
-    assert "source second: 0" not in ended.stderr
     made = {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")}
     assert made
-    again = program(["data", "tokenize", *given], capsys)
-    assert (again.returncode, "source first: 2 of" in again.stderr) == (0, False)
+    assert program(["data", "tokenize", *given], capsys).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")} == made
-    parsed = program(["data", "tokenize", *given, "--set", "data.parse_special=true"], capsys)
-    assert "source first: 2 of 52 documents spell special tokens (<s>, <|end|>), which become those" in parsed.stderr
     of_run = ["check", "--no-contract", "--config", config, *overrides(*values, "distributed.shards=2")]
     (source / "config.resolved.toml").write_text(program(of_run, capsys).stdout)
     (source / "metrics.jsonl").touch()

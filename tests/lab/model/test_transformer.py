@@ -122,12 +122,15 @@ class Window(nn.Module):
 )
 def test_each_token_is_drawn_from_what_the_uncut_forward_says(prompt, cell, seed):
     model, draw = make_model(), Draw(temperature=0.8, top_k=5, seed=seed)
-    written = list(itertools.islice(generate(model, prompt, draw=draw, cell=cell, forbidden=[0]), 12))
+    written = list(
+        itertools.islice(generate(model, prompt, draw=draw, cell=cell, below=VOCABULARY - 2, eod=VOCABULARY - 1), 12)
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for position, token in enumerate(written):
             uncut = model(tokens=torch.tensor([[*prompt, *written[:position]]])).logits[0, -1]
-            assert draw_token(uncut, draw, [0], generator) == token
+            uncut[VOCABULARY - 2] = -torch.inf
+            assert draw_token(uncut.double(), draw, generator) == token
 
 
 def test_a_model_without_state_is_shown_the_last_tokens():
@@ -145,10 +148,10 @@ def test_the_seed_fixes_the_tokens_and_leaves_torchs_own_generator_alone():
 
 def test_draws_follow_the_scores():
     generator = torch.Generator().manual_seed(0)
-    scores = torch.tensor([0.0, 2.0, 1.0, 9.0])
+    scores = torch.tensor([0.0, 2.0, 1.0, -torch.inf], dtype=torch.float64)
 
     def shares(draw: Draw) -> list[float]:
-        drawn = [draw_token(scores, draw, [3], generator) for _ in range(4000)]
+        drawn = [draw_token(scores, draw, generator) for _ in range(4000)]
         return [drawn.count(i) / len(drawn) for i in range(4)]
 
     expected = torch.tensor([0.0, 2.0, 1.0]).div(0.7).softmax(0).tolist()

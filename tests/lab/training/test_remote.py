@@ -43,6 +43,8 @@ def files_alone(monkeypatch):
     """These checkpoints have no state of a run: their files are verified, and no more."""
 
     def verify(path):
+        if not (path / MARKER).exists():
+            raise CheckpointError(f"{path} has no marker")
         for name, expected in parse_marker((path / MARKER).read_bytes(), path).items():
             if checkpoint._fingerprint(path / name) != expected:
                 raise CheckpointError(f"{path / name}: is damaged")
@@ -68,7 +70,7 @@ def checkpoints(tmp_path):
 def stored(checkpoints, url):
     """The checkpoints 1, 2 and 3 of a run, here and in the store."""
     store = Store(url)
-    store.claim("run", resumes=False)
+    store.claim("run", is_own=False, is_auto=False)
     for step in (1, 2, 3):
         store.put(make_checkpoint(checkpoints, step))
     return store
@@ -88,6 +90,9 @@ def found_by(url, run_dir, resume="auto"):
 def test_the_newest_whole_one_of_directory_and_store_is_found(stored, checkpoints, url, tmp_path, caplog):
     (checkpoints / "step_00000003" / MARKER).unlink()
     assert found_by(url, checkpoints.parent) == "step_00000003", "incomplete here, whole there"
+    for step in (1, 2, 3):
+        (checkpoints / f"step_{step:08d}" / FILES[0]).write_bytes(b"damaged")
+    assert found_by(url, checkpoints.parent) == "step_00000003", "damaged here, whole there"
     assert checkpoint.verify(checkpoints / "step_00000003") == {}
     assert found_by(url, tmp_path / "new") == "step_00000003"
     spoil(stored, 3)

@@ -110,10 +110,10 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     assert "with other files than an export" in foreign.mistake
     assert (folder / "run").is_dir()
     assert program(["export", folder / "run", "--out", out, "--force"], capsys).returncode == 0
-    (out / "notes.md").write_text("weeks of work")
+    shutil.copytree(folder / "exported", out / "another")
     foreign = program(["export", folder / "run", "--out", out, "--force"], capsys)
     assert "with other files than an export" in foreign.mistake
-    assert (out / "notes.md").exists()
+    assert (out / "another").exists()
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,14 @@ def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_
     inode, before = os.stat(out).st_ino, tree(out)
     assert build_text(out, {"notes": [f"{files}/**/*.txt"]}) == first
     assert os.stat(out).st_ino == inode  # the same inputs again leave it alone
+    damaged = next((out / "notes").iterdir())
+    damaged.write_text("")
+    with pytest.raises(UserError, match="holds a damaged corpus"):
+        build_text(out, {"notes": [f"{files}/**/*.txt"]})
+    (tmp_path / "link").symlink_to(out)
+    build_text(tmp_path / "link", {"notes": [f"{files}/**/*.txt"]}, force=True)
+    assert (tree(out), (tmp_path / "link").readlink()) == (before, out)
+    (tmp_path / "link").unlink()
     with pytest.raises(UserError, match="holds another corpus"):
         build_text(out, {"other": [f"{files}/a/*.txt"]})
     (out / "run").mkdir()

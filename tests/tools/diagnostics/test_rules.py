@@ -310,6 +310,11 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
     ("low_fill", replace(FAULTY["low_fill"], config=PADDED), ("data.align", "document", UNPADDED)),
     ("low_fill", replace(FAULTY["low_fill"], config=OWN_MODEL), ("data.mixing.batch_size", 8, 4)),
+    (
+        "low_fill",
+        replace(FAULTY["low_fill"], config=OWN_MODEL, environment={"align": "document"}),
+        ("data.align", "auto", UNPADDED),
+    ),
     ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
     ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),
     ("restarts", restarted(every=1), None),
@@ -362,12 +367,13 @@ def test_a_source_that_ended_is_advice_unless_it_moves_the_shares() -> None:
     ended = check("shares", make_run(rows))
     assert (ended.verdict, ended.severity) == ("finding", "advice")
     assert ended.sentence == "1 source without further documents, the first by step 21"
-    for repeat, key in (
-        (False, "data.mixing.repeat"),
-        (True, "data.source.mixing.repeat"),
-    ):  # that source's own is False
-        run = make_run(rows, config={"data": {"mixing": {"repeat": repeat}}})
-        assert str(check("shares", run).knob) == f"{key} = true, or more data (now False)"
+    for mixing, source, knob in (
+        ({"repeat": False}, {}, "data.mixing.repeat = true, or more data (now False)"),
+        ({"repeat": True}, {"mixing": {"repeat": False}}, "data.source.mixing.repeat = true, or more data (now False)"),
+        ({"repeat": True}, {"target": "my:data"}, "data.source = more data"),
+    ):
+        run = make_run(rows, config={"data": {"mixing": mixing, "source": [source]}})
+        assert str(check("shares", run).knob) == knob
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (check("shares", off).severity, (knob_of("shares", off) or ("",))[0]) == (None, "data.mixing.repeat")
 

@@ -82,6 +82,8 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     edited, alone = replace(after, environment={"data": "1f"}), evaluated(tmp_path / "alone", second, [99] * 7)
     assert [each.note.rpartition(", ")[2] for each in summaries([before, edited])[-1][1:]] == ["of other data files"]
     assert "train eval reads all" in summaries([before, alone])[-1][1].note
+    other = summaries([before, replace(after, config={"data": {"tokenizer": "ids"}})])[-1][1]
+    assert (other.value, other.note) == (None, "of other tokens: compare bits per byte")
     for each, word in zip(
         others, ("4 documents in common: too few", "not give the logged eval_loss", "is damaged"), strict=True
     ):
@@ -113,14 +115,18 @@ def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
 
 
 def test_seeds_are_compared_over_the_same_documents_alone(tmp_path):
-    def run(number, sizes):
-        found = evaluated(tmp_path / f"{number} {sizes[-1]}", [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], sizes)
-        return replace(found, config={"run": {"seed": number % 2}, "optimizer": {"lr": number // 2}})
+    def run(number, sizes, tokenizer="bytes"):
+        found = evaluated(
+            tmp_path / f"{number} {sizes[-1]} {tokenizer}", [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], sizes
+        )
+        config = {"run": {"seed": number % 2}, "optimizer": {"lr": number // 2}, "data": {"tokenizer": tokenizer}}
+        return replace(found, config=config)
 
     runs = [run(number, TOKENS) for number in range(4)]
     assert "seed by seed: 0, " in over_seeds(runs)[-1]["text"]
-    _, group = over_seeds([*runs[:3], run(3, [*TOKENS[:6], 80])])
-    assert group["text"].endswith("not compared: it has read other documents, or parts")
+    for fourth in (run(3, [*TOKENS[:6], 80]), run(3, TOKENS, "ids")):
+        *_, group = over_seeds([*runs[:2], replace(runs[2], config={**fourth.config, "run": {"seed": 0}}), fourth])
+        assert group["text"].endswith("not compared: it has read other documents, or parts")
 
 
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps():

@@ -389,7 +389,7 @@ def _breach(way: Subject, batch: _Batch, document: _Document, row: int, errors: 
     text = (
         f"row {row} of {len(batch.tokens)}, which {PHASES[document.row]}, differs "
         f"from the same document run alone by {size:.1e} of the logits' spread "
-        f"from its token {first} on, in cell {where} of {batch.lengths[0]} tokens, {way}"
+        f"from its token {first} on, in cell {where} of {batch.lengths[where - 1]} tokens, {way}"
     )
     return Verdict("soak", "broken", text, size, first)
 

@@ -112,7 +112,7 @@ class Subject:
         if state is not None:
             given["state"] = state.to(self.ledger_dtype, copy=not self.with_grad)
         if resets is not None:
-            given["resets"] = resets.to(self.device)
+            given["resets"] = resets.to(self.device, copy=True)
         try:
             output = self.forward(model, given)
             logits, found = output.logits, output.state

@@ -70,8 +70,9 @@ class Report:
         return next(verdict for verdict in self.verdicts if verdict.check == check)
 
     def raise_if_broken(self) -> None:
-        """For a user's own tests. Raises ContractError, with all verdicts: a check is broken."""
-        if self.breaches:
+        """For a user's own tests. Raises ContractError, with all verdicts, if a check is broken or
+        could not run."""
+        if self.breaches or self.unchecked:
             raise ContractError(str(self))
 
     def summary(self) -> str:

@@ -81,6 +81,8 @@ def uneven_slices(run: RunRecord) -> Outcome:
         return SEVERAL_POOLS
     keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
     least, most, fraction = aligned(*(series(run, key) for key in keys))
+    if len(least) < limits.UNEVEN_ROWS:
+        return not_yet(f"needs {limits.UNEVEN_ROWS} rows, has {len(least)}")
     ratios = list(map(_ratio_of_slices, least.values, most.values, fraction.values))
     hits = [index for index, ratio in enumerate(ratios) if ratio > limits.UNEVEN_RATIO]
     times = f"at least {number_text(max(ratios))} times as many batches as the shortest"
@@ -131,20 +133,19 @@ def starved_modality(run: RunRecord) -> Outcome:
     return finding(words, worst.evidence(hits), knob=knob)
 
 
-@rule("warning", needs=[EXHAUSTED])
+@rule("warning", needs=[EXHAUSTED, PICKS])
 def exhaust_churn(run: RunRecord) -> Outcome:
     """Readers that end after a few picks."""
     if has_full_rows(run):
         return FULL_ROWS
-    ended = series(run, EXHAUSTED)
+    ended, picks = aligned(series(run, EXHAUSTED), series(run, PICKS))
     if len(ended) < 2:
         return not_yet("needs 2 rows, has 1")
     # The first row counts what ended before it, in steps that are not known.
     events = math.fsum(ended.values[1:])
     if not events:
         return healthy("no stream ended")
-    picks = batches_through(run, ended.steps[-1]) - batches_through(run, ended.steps[0])
-    per_slice = ranks(run) * picks / events
+    per_slice = math.fsum(picks.values[1:]) / events
     words = f"a stream gives a rank {number_text(per_slice)} batches before it ends"
     if per_slice > limits.CHURN_PICKS or events < limits.CHURN_EVENTS * ranks(run):
         return healthy(words)
@@ -174,8 +175,9 @@ def low_fill(run: RunRecord) -> Outcome:
         return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
     rows = run.setting("data.mixing.batch_size")
     knob = Knob("data.source", None, "more data, or cut documents (data.max_group_cells)")
-    if run.setting("data.align") == "document":  # its padding does not depend on the number of rows
-        knob = Knob("data.align", "document", "stream, with a model that takes resets; or a shorter data.seq_len")
+    align = run.setting("data.align")
+    if run.environment.get("align", align) == "document":  # padded, whatever the number of rows
+        knob = Knob("data.align", align, "stream, with a model that takes resets; or a shorter data.seq_len")
     elif isinstance(rows, int) and rows > 1:
         knob = Knob("data.mixing.batch_size", rows, max(int(mean * rows), 1))
     return finding(words, fill.evidence(), knob=knob)
@@ -204,8 +206,10 @@ def shares(run: RunRecord) -> Outcome:
         first = ended.steps[ended.positive[0]]
         words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
         knob = Knob.of(run, "data.mixing.repeat", "true, or more data")
-        if knob.current:  # a source has its own
+        if any((table.get("mixing") or {}).get("repeat") is False for table in sources(run)):
             knob = Knob("data.source.mixing.repeat", False, "true, or more data")
+        elif knob.current:
+            knob = Knob("data.source", None, "more data")
         evidence.append(ended.evidence(ended.positive[:1]))
         return finding(words, *evidence, knob=knob, severity=None if hits else "advice")
     if not hits:

@@ -102,7 +102,7 @@ def restarts(run: RunRecord) -> Outcome:
     lost, total = run.steps_redone, max(run.steps, default=0)
     starts = Counter(restart.global_step for restart in run.restarts)
     most_often, times = starts.most_common(1)[0]
-    words = f"{counted(starts.total(), 'restart')}, {counted(lost, 'step')} repeated"
+    words = f"{counted(starts.total(), 'restart')}, at least {counted(lost, 'step')} repeated"
     loses_much, is_loop = lost > limits.REDONE_SHARE * total, times > limits.RESTARTS
     if not loses_much and not is_loop:
         return healthy(words)

@@ -113,6 +113,8 @@ def _gain_key(name: str, depth: int) -> str:
 
 def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     """The curves of the last evaluation, if there are enough evaluations to judge them."""
+    if run.setting("objective.target"):
+        return not_measured("a loss of one's own has no scale by which a gain is small")
     number, found = last_curves(run)
     curves = {name: curve for name, curve in found.items() if curve.gains}  # with known errors
     if found and not curves:
@@ -185,12 +187,14 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         if name:
             inside = f" in {name}"
         words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} "
-        words += f"tokens on, {gains[depth]} from {depth:,} on; states were never trained that long"
+        words += f"tokens on, {gains[depth]} from {depth:,} on"
+        if best == depth:
+            words = f"carrying raises the loss{inside}: it gains {gains[depth]} from {depth:,} tokens on"
         knob = _longer_rows(run)
         if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
         return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in risen), knob=knob)
-    return healthy("the gain of carrying does not fall with depth")
+    return healthy("the gain of carrying does not fall by half with depth")
 
 
 RULES = (

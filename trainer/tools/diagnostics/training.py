@@ -165,12 +165,14 @@ def loss_spikes(run: RunRecord) -> Outcome:
     """Spikes of the loss, and losses that end far above where they began."""
     loss = series(run, LOSS)
     finite = loss.at(loss.where(math.isfinite))
-    diverged = _divergence(run, finite)
+    # Nats; a loss of one's own may have any scale.
+    least_rise = 0.0 if run.setting("objective.target") else limits.MIN_RISE
+    diverged = _divergence(run, finite, least_rise)
     if diverged is not None:
         return diverged
     if len(finite) <= limits.SPIKE_BEFORE:
         return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(finite)} finite")
-    hits = find_spikes(loss.values)
+    hits = find_spikes(loss.values, least_rise)
     if not hits:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
     peak = max(hits, key=loss.values.__getitem__)
@@ -181,7 +183,7 @@ def loss_spikes(run: RunRecord) -> Outcome:
     return finding(words, loss.evidence(around), knob=lower_lr(run))
 
 
-def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
+def _divergence(run: RunRecord, loss: Series, least_rise: float) -> Outcome | None:
     """The finding on a finite loss whose last rows are all far above its first row.
 
     A first loss of 0 or less has no multiples: such losses are not judged.
@@ -191,7 +193,7 @@ def _divergence(run: RunRecord, loss: Series) -> Outcome | None:
         return None
     last = range(len(loss) - max(least, min(len(loss) // 4, most)), len(loss))
     end = loss.at(last).values
-    if min(end) < limits.DOUBLED * first[0] or median(end) - first[0] < limits.MIN_RISE:
+    if min(end) < limits.DOUBLED * first[0] or median(end) - first[0] < least_rise:
         return None
     words = f"the run diverged: its loss began with {number_text(first[0])} at step "
     words += f"{loss.steps[0]} and is {_level(end)} at the end"
@@ -213,7 +215,7 @@ def _noise(values: Iterable[float]) -> float:
     return 1.4826 * median(bends) / math.sqrt(6)
 
 
-def find_spikes(values: Iterable[float]) -> list[int]:
+def find_spikes(values: Iterable[float], least_rise: float = limits.MIN_RISE) -> list[int]:
     """Indices of values that rise above the noise of the run; see the condition of the rule.
 
     The first batches of a source, or of a hard document, are as bad as those of the untrained
@@ -234,7 +236,7 @@ def find_spikes(values: Iterable[float]) -> list[int]:
         is_spike = (
             len(before) >= limits.SPIKE_BEFORE
             and (index >= limits.SPIKE_HISTORY or value > first)
-            and distance > max(limits.MIN_RISE, limits.SPIKE_RANGES * max(distances), given_back)
+            and distance > max(least_rise, limits.SPIKE_RANGES * max(distances), given_back)
             and distance > limits.SPIKE_SIGMAS * _noise(before)
         )
         if is_spike:

@@ -110,7 +110,7 @@ def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
         for number, run in enumerate(runs):
             # The legend is of the first run with the key; others have its dashes, in their colors.
             line: Json = {"name": key.removeprefix(f"{folder}/"), "legendgroup": key, "showlegend": key not in shown}
-            line["meta"], color, dash = [""], place, DASHES[0]
+            line["meta"], color, dash = [""], place, DASHES[place // NUM_COLORS % len(DASHES)]
             if len(runs) > 1:
                 line["meta"], color, dash = [run.name], number, DASHES[place % len(DASHES)]
             curve = make_curve(*run.column(key))

@@ -80,7 +80,7 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
         SummaryRow("Fill", _reduced(run, statistics.fmean, "data/fill"), "of the positions"),
         SummaryRow("Speed", _reduced(run, statistics.median, "tokens_per_sec"), "tokens/s"),
         SummaryRow("MFU", _reduced(run, statistics.median, "mfu"), "of the peak"),
-        SummaryRow("Peak memory", _reduced(run, _last, "gpu/peak_gb"), "GB"),
+        SummaryRow("Peak memory", _reduced(run, max, "gpu/peak_gb"), "GB"),
         _held_out(run),
         SummaryRow("Held out", _reduced(run, _last, "eval_bits_per_byte"), "bits/byte"),
         _final_loss(run),
@@ -99,7 +99,7 @@ def _time(run: RunRecord) -> SummaryRow:
         return SummaryRow(label, None, "s")
     # A run that begins as a branch of another one counts its own steps alone.
     begins = [each.global_step for each in run.restarts if each.global_step < min(times)]
-    before = max(begins, default=0)
+    before = min(begins, default=0)
     for step, each in times.items():
         seconds, before = seconds + each * (step - before), step
     note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints"
@@ -160,7 +160,9 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
         row = []
         for number, (own, problem) in enumerate(held):
             value, error, note = None, None, problem
-            if key in own and number != first:
+            if _tokens_of(runs[number]) != _tokens_of(runs[first]):
+                note = "of other tokens: compare bits per byte"
+            elif key in own and number != first:
                 value, error, note = _difference(losses, own[key])
                 ours, theirs = max(runs[number].evals.steps), max(runs[first].evals.steps)
                 if ours != theirs:
@@ -169,6 +171,11 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
                     note += ", of other data files"
             row.append(SummaryRow(f"{key} {label}", value, loss_unit(*runs), note, error))
         yield tuple(row)
+
+
+def _tokens_of(run: RunRecord) -> tuple[Any, ...]:
+    """What a token is."""
+    return tuple(run.setting(f"data.{key}") for key in ("tokenizer", "vocab_size", "parse_special", "eod"))
 
 
 def _difference(before: Losses, after: Losses) -> tuple[float | None, float | None, str]:
@@ -216,7 +223,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             left_out.setdefault(same, []).append(run.name)
         elif run.config:
             documents = run.document_losses[0].get("eval_loss", {})
-            read = {where: tokens for where, (_, tokens) in documents.items()}
+            read = {(_tokens_of(run), where): tokens for where, (_, tokens) in documents.items()}
             groups.setdefault((same, steps[-1]), {}).setdefault(seed, (run.name, losses[-1], read))
     found: list[dict[str, Any]] = []
     pairs: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer.errors import UserError
-from trainer.files import is_count, parse_json, read_bytes, read_json, read_lines, within_bounds
+from trainer.files import is_count, parse_json, read_bytes, read_json, read_lines, within_depth
 from trainer.metrics.payload_contract import (
     RESTART,
     SCHEMA_VERSION,
@@ -295,5 +295,5 @@ def _json_or_none(line: bytes) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """The TOML in a file, within the bounds of `parse_json`.
     Raises OSError, ValueError: as `read_json`."""
-    found: dict[str, Any] = within_bounds(tomllib.loads, read_bytes(path).decode())
+    found: dict[str, Any] = within_depth(tomllib.loads, read_bytes(path).decode())
     return found

@@ -164,7 +164,7 @@ def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
     """(number of evaluations, the curve of each set in the last one, if all its gains are finite)."""
     columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
     number = max((len(steps) for steps, _ in columns.values()), default=0)
-    last = max((steps[-1] for steps, _ in columns.values()), default=0)
+    last = max([*run.evals.steps[-1:], *(steps[-1] for steps, _ in columns.values())], default=0)
     curves = curves_of({key: values[-1] for key, (steps, values) in columns.items() if steps[-1] == last})
     return number, {name: curve for name, curve in curves.items() if curve.is_known}
 

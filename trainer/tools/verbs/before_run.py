@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -119,8 +120,8 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
         if source.name in content:
             own |= content[source.name]._asdict()
             own["positions"] = own["tokens"] if is_full else own["padded"]  # 0: not known
-            if share:
-                positions = own["positions"] or own["tokens"]
+            positions = own["positions"] or own["tokens"]
+            if share and positions:
                 per_step = float(plan.facts.tokens_per_step)
                 if not reads_lanes(plan.config):  # shares are of micro-batches
                     per_step *= largest_batch(mixing_of(plan.config, source.table)) / most
@@ -184,7 +185,6 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.lab.remote import Store
     from trainer.lab.sharding import output_layer, shard_units
     from trainer.lab.weights import check_fit, read_weights
-    from trainer.model.families import with_sizes
     from trainer.tools.survey import refuse_empty
     from trainer.training import checkpoint
     from trainer.training.optimizer import parameter_groups
@@ -212,7 +212,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     resume = config.checkpoint.resume
     if resume not in ("off", "auto"):
         state = checkpoint.state_of(resume, checkpoint.read_state)
-        check_config(state["config"], with_sizes(config, state["config"]))
+        check_config(state["config"], config)
 
 
 def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -224,6 +224,7 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
 
     config, batches, each = plan.config, plan.config.micro_batches, plan.facts.shards_per_rank
     trained, width = sum(part.numel() for part in model.parameters() if part.requires_grad), width_of(model)
+    frozen = sum(part.numel() for part in model.parameters()) - trained
     facts = {**asdict(plan.facts), "parameters": trained, "vocab_size": plan.vocab_size}
     if not plan.facts.tokens_per_step:  # a data set of one's own makes batches of any size
         del facts["tokens_per_step"], facts["tokens_per_micro"]
@@ -245,7 +246,7 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
     if align:
         facts["align"] = align
     facts["state_width"] = width
-    sizes = model_bytes(plan, trained)
+    sizes = model_bytes(plan, trained, frozen)
     sizes["states"] = plan.facts.groups_in_flight * each * state_bytes(config.ledger, width)
     facts["memory_megabytes"] = {name: round(size / 1e6, 1) for name, size in sizes.items()}
     return facts
@@ -281,7 +282,8 @@ def init(
     put_text(render_config_schema(), str(schema_path))
     for note in notes:
         echo(f"note: {note}", err=True)
-    echo(f"next: train check --config {out}, then: train --config {out}", err=True)
+    named = shlex.quote(str(out))
+    echo(f"next: train check --config {named}, then: train --config {named}", err=True)
 
 
 @config_app.command()

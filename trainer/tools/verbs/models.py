@@ -63,7 +63,7 @@ def sample(
         ids,
         draw=Draw(temperature, top_k, seed),
         cell=saved.config.data.seq_len,
-        forbidden=[saved.tokenizer.bos_id],
+        below=saved.tokenizer.bos_id,
         eod=saved.config.data.eod,
         device=on,
     )
@@ -110,7 +110,7 @@ def evaluate(
     with uncollected():
         from trainer.distributed.env import pick_device
         from trainer.tools.offline import evaluate_checkpoint
-        from trainer.tools.runs.readings import curves_of, in_words, is_by_depth
+        from trainer.tools.runs.readings import curves_of, in_words, is_by_depth, number_text
 
     at, metrics = evaluate_checkpoint(
         run_dir,
@@ -131,7 +131,7 @@ def evaluate(
     echo(heading)
     for key, value in metrics.items():
         if not is_by_depth(key):
-            echo(f"{key} {value:.4f}")
+            echo(f"{key} {number_text(value, 5)}")
     for name, curve in curves_of(metrics).items():
         echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
         shown = {
@@ -207,14 +207,14 @@ def doctor(
     given: Any = parse_value(args)
     if not isinstance(given, dict):
         raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
-    if (model is None) == (hf is None):
+    if bool(model) == bool(hf):
         raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
     on, name = pick_device(device), str(hf or model)
     build: Callable[[], Any] = partial(_build, name, given, vocab_size, dim, num_layers)
-    if hf is not None:
+    if hf:
         build = partial(_read, hf, trust_code=trust_code)
     built = build().to(on)
-    if hf is not None:
+    if hf:
         vocab_size = built.model.config.get_text_config().vocab_size
         name = f"{name} ({type(built.model).__name__})"
     report = check_model(built, vocab_size=vocab_size, build=build, seq_len=seq_len)
