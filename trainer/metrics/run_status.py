@@ -174,13 +174,11 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def _last_sign(directory: Path) -> float:
-    """When the run's process last renewed the lock, or wrote its status."""
-    times = [0.0]
-    for name in (LOCK_NAME, STATUS_NAME):
-        # Opened, since a network file system answers `stat` from its cache.
-        with suppress(OSError), open_plain(directory / name) as file:
-            times.append(os.fstat(file.fileno()).st_mtime)
-    return max(times)
+    """When the run's process last renewed the lock."""
+    # Opened, since a network file system answers `stat` from its cache.
+    with suppress(OSError), open_plain(directory / LOCK_NAME) as file:
+        return os.fstat(file.fileno()).st_mtime
+    return 0.0
 
 
 def _place() -> str:

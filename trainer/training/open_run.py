@@ -409,7 +409,8 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
                 made = resolve_target(table.target, "extension.target")(view, **table.args)
                 if not isinstance(made, Extension):
                     raise TypeError(f"must make an Extension, got {short_repr(made)}")
-            found[f"{table.target} ({number})"] = made
+            same = sum(each.target == table.target for each in config.extension[:number])
+            found[f"{table.target} ({same})"] = made
     return found
 
 

@@ -19,6 +19,7 @@ from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.model.protocol import Role, parameter_roles
 from trainer.options import ONE, MicroBatches
 from trainer.training import NO_PARTS, Parts, need
+from trainer.wording import short_repr
 
 TRIED = 1000  # steps at which a custom schedule is tried before the run
 LR_SCALE = "lr_scale"
@@ -175,7 +176,11 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, dict[str, Any]] = {}
     for part in optimizer_parts(optimizer).values():
-        found |= {names[id(parameter)]: dict(state) for parameter, state in part.state.items()}
+        with users_code("optimizer.target", "its state cannot be saved", "keep it with a parameter"):
+            for key, state in part.state.items():
+                if id(key) not in names:
+                    raise TypeError(f"{short_repr(key)} is no parameter of the model")
+                found[names[id(key)]] = dict(state)
     return found
 
 

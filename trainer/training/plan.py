@@ -259,7 +259,8 @@ def _with_read_sizes(config: RunConfig) -> RunConfig:
     if table.target is None and isinstance(table.args.get("from"), str):
         with suppress(OSError, ValueError):  # refused where the model is built
             found = read_json(Path(table.args["from"], "config.json"))
-    read = {"dim": found.get("hidden_size", table.dim), "num_layers": found.get("num_hidden_layers", table.num_layers)}
+    names = {"dim": "hidden_size", "num_layers": "num_hidden_layers"}
+    read = {name: found[key] for name, key in names.items() if key in found}
     return config.model_copy(update={"model": table.model_copy(update=read)})
 
 

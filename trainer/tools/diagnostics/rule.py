@@ -172,6 +172,10 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
     """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
     setting = run.setting("train.micro_batches")
     if isinstance(setting, int):
+        for restart in run.restarts:  # with fewer before
+            match restart.details:
+                case {"changed": {"train.micro_batches": {"before": int(before)}}}:
+                    setting = min(setting, before)
         return max(setting, 1)
     # A schedule: only the record says what it came to.
     return int(min(series(run, MICRO_BATCHES).since(since).values, default=1))

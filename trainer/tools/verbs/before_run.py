@@ -163,7 +163,7 @@ def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[
 
 
 def _in_words(source: Mapping[str, Any]) -> str:
-    text = "a data set of your own"
+    text = "a data set of your own, or not read"
     if source["streams"]:
         text = f"{counted(source['streams'], 'stream')}, {source['bytes'] / 1e6:,.1f} MB"
         text += f", modalities {', '.join(source['modalities'])}"
