@@ -9,6 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date, time
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
@@ -120,14 +121,14 @@ class _Source:
         self._path = str(path)
         self._text = _read(path)
         self.raw = _parse(self._text, path)
-        self._overrides = {apply_override(self.raw, each): f"--set {each}" for each in overrides}
+        self._overrides = [(apply_override(self.raw, each), f"--set {each}") for each in overrides]
 
     def where(self, key: KeyPath) -> str:
         """`file:line` or `--set ...`."""
         line = line_of(self._text, key)
         written = self._path if line is None else f"{self._path}:{line}"
         # The latest override of the key, of a table around it, or of something in it.
-        for changed, origin in reversed(self._overrides.items()):
+        for changed, origin in reversed(self._overrides):
             if key and key[: len(changed)] == changed:
                 return origin
             if key and changed[: len(key)] == key:
@@ -260,8 +261,9 @@ def parse_value(text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # not TOML, or an integer of thousands of digits
         return text
-    # Further keys come from a newline in the text: then it is not a single value.
-    return parsed["value"] if parsed.keys() == {"value"} else text
+    # Further keys come from a newline in the text. No key takes a date.
+    is_one = parsed.keys() == {"value"} and not isinstance(parsed["value"], date | time)
+    return parsed["value"] if is_one else text
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -336,27 +338,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-FOREIGN = {
-    "block_size": "data.seq_len",
-    "gradient_accumulation_steps": "train.micro_batches",
-    "hidden_size": "model.dim",
-    "interval": "every",
-    "learning_rate": "optimizer.lr",
-    "max_grad_norm": "train.clip_grad_norm",
-    "max_steps": "train.steps",
-    "min_lr": "scheduler.min_lr_ratio",
-}
-"""Names that other trainers use, and the keys here."""
-
-
 def hint(path: KeyPath, model: type[BaseModel]) -> str:
     """The fix for the unknown key at `path` of a config that `model` describes: the keys that may
     be meant (those of the same name in other tables, or the closest of this one), or all of this
     table."""
     word, known = str(path[-1]), keys_of(model, path[:-1])
     everywhere = [".".join(keys) for keys in _all_keys(model)]
-    if FOREIGN.get(word) in (*known, *everywhere):
-        return f"did you mean {FOREIGN[word]}?"
     found = [key for key in everywhere if key.split(".")[-1] == word]
     found = found or difflib.get_close_matches(word, known, n=1)
     if 0 < len(found) <= 2:

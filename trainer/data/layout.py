@@ -7,11 +7,14 @@ import itertools
 import json
 import logging
 import os
+import stat
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
+from typing import NoReturn
 
+from trainer.data.documents import damaged
 from trainer.data.formats import (
     FORMATS,
     format_name,
@@ -50,10 +53,11 @@ def _files_below(directory: Path) -> list[Path]:
     """The files in a directory and in those below it, each of which is entered once, but for
     `IGNORED` ones.
 
-    A link to what is below it anyway, such as an ancestor, is not followed.
+    A link to what is below it anyway is not followed. Raises UserError: a directory cannot be read,
+    or a file of data, such as a link to nothing.
     """
     root, found, seen = os.path.join(os.path.realpath(directory), ""), [], set()
-    for folder, names, files in os.walk(directory, followlinks=True):
+    for folder, names, files in os.walk(directory, followlinks=True, onerror=_refuse):
         real = os.path.realpath(folder)
         is_link = os.path.islink(folder) and folder != str(directory)
         if real in seen or (is_link and f"{real}/".startswith(root)):
@@ -61,8 +65,17 @@ def _files_below(directory: Path) -> list[Path]:
             continue
         seen.add(real)
         names[:] = sorted(name for name in names if not name.startswith(IGNORED))
-        found += [path for path in (Path(folder, name) for name in files) if path.is_file()]
+        for path in (Path(folder, name) for name in files):
+            try:
+                found += [path] * stat.S_ISREG(path.stat().st_mode)
+            except OSError as error:
+                if is_data(path, "auto"):
+                    _refuse(error)
     return found
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise damaged(str(error.filename), f"cannot be read: {error.strerror}", "mount what it links to, or remove it")
 
 
 def is_data(path: PurePath, format: str) -> bool:

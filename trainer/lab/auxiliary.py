@@ -54,11 +54,11 @@ def declared_losses(model: Any) -> dict[str, By]:
     return dict(keys)
 
 
-def loss_problem(
-    losses: Mapping[str, Any], declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool
-) -> str:
+def loss_problem(losses: Any, declared: Mapping[str, By], shape: Sequence[int], *, needs_all: bool) -> str:
     """A mistake in the losses of a model's output; empty if there is none. `shape`: [B, T] of the
     targets; `needs_all`: as in training; an evaluation does without those that are left out."""
+    if not isinstance(losses, Mapping):
+        return f"losses as a {type(losses).__name__}, no mapping of names to losses"
     unknown, missing = sorted(losses.keys() - declared.keys()), sorted(declared.keys() - losses.keys())
     if unknown:
         return undeclared(unknown)

@@ -13,7 +13,7 @@ step:
     metrics = gns.step()                      # before clipping and optimizer.step()
 
 The micro-batches must be independent: `groups` says of which documents their rows are, and a
-step with two micro-batches of one document is left out.
+step in which a rank has two micro-batches of one document is left out.
 
 A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it.
 A hook after the accumulation of the last micro-batch sees the rank's own sum: it runs inside the
@@ -171,8 +171,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         reduces.
 
         `groups`: what its rows are of, documents for example; a window with two micro-batches of
-        one does not enter the averages. `rows_before`: rows of its document before a row, on
-        average.
+        one on this rank does not enter the averages. `rows_before`: rows of its document before a
+        row, on average.
         """
         if isinstance(groups, Tensor):  # whose elements equal none
             groups = groups.tolist()

@@ -206,7 +206,7 @@ def write_corpus(
                 return manifest
             if not force:
                 what = "a damaged corpus" if is_equal else "another corpus"
-                raise UserError(str(out), f"holds {what}", "use another directory, or --force to replace it")
+                raise UserError(str(out), f"holds {what}", "use another directory, or --force")
         # Two renames: for a moment there is no corpus, but never half of one.
         if out.exists():
             out.rename(old)

@@ -125,7 +125,7 @@ def tokenizer_with(config: RunConfig, data: Mapping[str, Any] | None) -> Tokeniz
     name, problem = config.data.tokenizer, ""
     if name.endswith(".json"):
         if not Path(name).is_file():
-            problem = "the model's tokenizer is not there (paths are relative to the working directory)"
+            problem = "the tokenizer is not there (paths are relative to the working directory)"
         elif data is not None and mark_files([[Path(name)]], blocks=data["blocks"]) != [data["tokenizer"]]:
             problem = "is not the tokenizer that the model was trained with: it changed"
     if problem:

@@ -70,7 +70,7 @@ class StepOutcome:
     """Target tokens over all ranks. 0: all targets were masked, and nothing was changed."""
     tokens_trained: int  # 0 for a step that was skipped
     grad_norm: float
-    """Norm of the true gradient before clipping; for a skipped step, the squared norm as it was."""
+    """Norm of the true gradient before clipping."""
     grad_factor: float
     """c, where the gradient before the update was c times that of the mean loss."""
 

@@ -249,7 +249,7 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
     command = view.run_dir.rows_command(step.number)
     event = {"event": "non_finite", "global_step": step.number, "loss": outcome.loss, "batches": metas}
     view.event({**event, "see": command})
-    what = f"step {step.number}: loss {outcome.loss}, squared gradient norm {outcome.grad_norm}"
+    what = f"step {step.number}: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
     odd = set[str]()
     for micro in step.window:
         given = {**micro.inputs, "targets": micro.targets.nan_to_num(0, math.inf, -math.inf)}

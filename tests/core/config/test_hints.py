@@ -17,8 +17,6 @@ from trainer.errors import UserError
     ("written", "fix"),
     [
         ("data.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size?"),
-        ("optimizer.learning_rate", "did you mean optimizer.lr?"),
-        ("eval.interval", "did you mean every?"),
         ("metrics.interval", "did you mean log_interval?"),
         ("train.log_interval", "did you mean metrics.log_interval?"),  # of another table
         ("data.mixing.num_stream_mixed", "did you mean num_streams_mixed?"),  # misspelt

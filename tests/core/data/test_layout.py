@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,10 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, t
     (root / "c").symlink_to(tmp_path / "scratch")
     names = [stream.relative_path for stream in discover_nested(root)]
     assert names == ["a/part/y.txt", "a/x.md", "b/deep/a.jsonl", "b/z.txt", "c/y.txt"]
+    for name, refusal in (("gone.csv", None), ("gone.txt", "gone.txt: cannot be read: No such file")):
+        (root / "a" / name).symlink_to(tmp_path / "not mounted")
+        with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
+            discover_nested(root)
 
 
 def test_direct_streams_take_their_parent_directory_as_modality(root):

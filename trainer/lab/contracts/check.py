@@ -11,7 +11,7 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -185,8 +185,10 @@ def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
 
 def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
     """The problem of the losses for one row; what they depend on may be anything."""
-    losses = getattr(output, "losses", None) or {}
-    if not hasattr(model, "loss_keys") and not losses:
+    losses: Any = getattr(output, "losses", None)
+    if losses is None:
+        losses = {}
+    if not hasattr(model, "loss_keys") and isinstance(losses, Mapping) and not losses:
         return ""
     from trainer.lab.auxiliary import declared_losses, loss_problem  # of such models alone
 
