@@ -49,7 +49,6 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 EXIT_USER_ERROR = 2
-
 WAIT_FOR_RANK_0_SEC = 5.0
 
 

@@ -159,8 +159,7 @@ def _stream(path: str, relative_path: str, modality: str) -> Stream:
 
 
 def numbered(streams: Collection[Stream], named: Set[str] = frozenset()) -> list[Stream]:
-    """The streams, sorted by relative path, in the same order on every machine; without files that
-    a format knows to be no data, but with those `named`."""
+    """The streams by relative path, alike on every machine; of unlisted files those `named` alone."""
     for row in FORMATS.values():
         own = [each.path for each in streams if row.listed and each.path.endswith(row.suffixes)]
         if row.listed is not None and own:

@@ -45,9 +45,8 @@ class SquaredError:
         if output.shape == (*targets.shape, 1):
             output = output.squeeze(-1)
         if output.shape != targets.shape or not targets.is_floating_point():
-            raise ValueError(
-                f"the output is {list(output.shape)}, and the targets are {targets.dtype} {list(targets.shape)}"
-            )
+            found = f"{targets.dtype} {list(targets.shape)}"
+            raise ValueError(f"the output is {list(output.shape)}, and the targets are {found}")
         return (output.to(targets.dtype) - targets.masked_fill(~is_known(targets), 0.0)).square()
 
 
@@ -123,12 +122,7 @@ class Series(Tokenizer):
         with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
             kinds = file.schema_arrow
             refuse_missing(path, self.columns, kinds.names)
-            types = {name: kinds.field(name).type for name in self.columns}
-            odd = [
-                name
-                for name, kind in types.items()
-                if not (pyarrow.types.is_nested(kind) and hasattr(kind, "value_type"))
-            ]
+            odd = [name for name in self.columns if not hasattr(kinds.field(name).type, "value_field")]
             if odd:
                 raise damaged(path, f"{odd[0]} holds no lists", "write a series as one row of lists")
             for batch in file.iter_batches(BATCH_ROWS, columns=list(self.columns)):
@@ -204,8 +198,9 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         features, targets = map(torch.from_numpy, _parts(drawn, config.data.targets))
         batch: dict[str, Any] = {"features": features, "targets": targets}
     else:
-        read = [each for each in config.data.source if each.weight != 0]
-        own = next((each for each in (*read, *config.eval.source * bool(config.eval.every)) if each.target), None)
+        evaluated = config.eval.source * bool(config.eval.every)
+        read = (*(each for each in config.data.source if each.weight != 0), *evaluated)
+        own = next((each for each in read if each.target), None)
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None
         given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}

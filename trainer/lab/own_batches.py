@@ -223,9 +223,7 @@ def _wrong_groups(ids: np.ndarray) -> Iterator[tuple[str, str]]:
     if outside.size:
         problem = f"has group_ids of type {ids.dtype}, such as {outside[0]}"
         yield problem, "use integers from 0 to 2^63 - 1, or -1 for a row without state"
-    if not is_whole:
-        return
-    known, counts = np.unique(ids[ids >= 0], return_counts=True)
+    known, counts = np.unique(ids[ids >= 0] if is_whole else (), return_counts=True)
     for twice in known[counts > 1]:
         yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
 

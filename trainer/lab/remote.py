@@ -167,7 +167,7 @@ class Store:
                     of = self._fs.cat_file(path).decode().strip()
             if not (is_auto and of == name):
                 problem = f"{self.url} holds the checkpoints of another run, {of}"
-                raise UserError(KEY, problem, "name a prefix of its own, or continue that run with --resume auto")
+                raise UserError(KEY, problem, "name a prefix of its own, or use --resume auto")
         with self._translating("RUN"):
             if self._has_directories:
                 self._fs.makedirs(self._root, exist_ok=True)

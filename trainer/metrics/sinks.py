@@ -231,8 +231,7 @@ class EventWriter(LineFile):
         """
         if not event.get("event"):
             raise ValueError(f"an event needs its name under 'event', got {sorted(event)}")
-        line = {"time": 0.0, **strict(event)}
-        line["time"] = round(time.time(), 3)
+        line = {"time": 0.0, **strict(event)} | {"time": round(time.time(), 3)}
         self.append(json.dumps(line, allow_nan=False, separators=(",", ":"), default=str))
 
 

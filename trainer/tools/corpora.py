@@ -205,8 +205,8 @@ def write_corpus(
             if is_equal and all(_digest(out / name) == each for name, each in manifest["streams"].items()):
                 return manifest
             if not force:
-                what = "a damaged corpus" if is_equal else "another corpus"
-                raise UserError(str(out), f"holds {what}", "use another directory, or --force")
+                what = "a damaged" if is_equal else "another"
+                raise UserError(str(out), f"holds {what} corpus", "use another directory, or --force")
         # Two renames: for a moment there is no corpus, but never half of one.
         if out.exists():
             out.rename(old)

@@ -61,7 +61,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         saved = checkpoint.state_of(str(kept[later]), checkpoint.read_state, resume=False)
         config, environment = config_of(saved, kept[later]), saved.get("environment", {})
     refuse_code(config, run_dir, trusted=trust_code)
-    path = kept.get(max((at for at in kept if at < step), default=0))
+    before = max((at for at in kept if at < step), default=0)
+    path = kept.get(before)
     if path is None and config.checkpoint.resume not in ("off", "auto"):  # a branch of another run
         path = Path(config.checkpoint.resume)
     state: Mapping[str, Any] = {}
@@ -71,9 +72,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     if step <= begun or (step > config.train.steps and not config.train.tokens):
         problem = f"has the steps {begun + 1} to {config.train.steps}, not {step}"
         raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
-    last = max((at for at in kept if at < step), default=begun)
     for restart in load_run(run_dir).restarts:  # between two checkpoints that are left
-        if restart.details.get("changed") and last < restart.global_step < (later or math.inf):
+        if restart.details.get("changed") and (before or begun) < restart.global_step < (later or math.inf):
             problem = f"has other settings since step {restart.global_step}, and no checkpoint of it"
             raise UserError(str(run_dir), problem, "name a step behind a checkpoint that is left")
     environment = usable(environment)

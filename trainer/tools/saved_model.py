@@ -200,12 +200,12 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
     return model
 
 
-TEMPLATES = "additional_chat_templates"  # a directory, as transformers writes it
-
-
 def is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
-    own, names = {".safetensors", ".json", ".jinja", ".toml", ".model"}, ("merges.txt", "vocab.txt", TEMPLATES)
+    own, names = (
+        {".safetensors", ".json", ".jinja", ".toml", ".model"},
+        ("merges.txt", "vocab.txt", "additional_chat_templates"),
+    )
     files = [*directory.iterdir()]
     has_weights = any(path.suffix == ".safetensors" for path in files)
     is_plain = all(path.suffix in own or path.name in names for path in files)

@@ -238,15 +238,12 @@ class TrainStep:
         for flag, ranks in zip(Flag, reduced[FLAGS:HEAD], strict=True):
             if ranks == self.world_size or (ranks and flag is not Flag.EXHAUSTED):
                 flags |= flag
-        grad_norm = 0.0
-        if tokens:
-            grad_norm = math.sqrt(grad_sq) / factor
         return StepOutcome(
             flags=flags,
             is_finite=is_finite,
             loss=loss_sum / tokens if tokens else math.nan,
             tokens=int(tokens),
             tokens_trained=int(tokens) * is_finite,
-            grad_norm=grad_norm,
+            grad_norm=math.sqrt(grad_sq) / (factor or 1.0),
             grad_factor=factor,
         )

@@ -70,8 +70,7 @@ class Report:
         return next(verdict for verdict in self.verdicts if verdict.check == check)
 
     def raise_if_broken(self) -> None:
-        """For a user's own tests. Raises ContractError, with all verdicts, if a check is broken or
-        could not run."""
+        """For a user's own tests. Raises ContractError: a check is broken, or could not run."""
         if self.breaches or self.unchecked:
             raise ContractError(str(self))
 

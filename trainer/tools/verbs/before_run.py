@@ -282,8 +282,7 @@ def init(
     put_text(render_config_schema(), str(schema_path))
     for note in notes:
         echo(f"note: {note}", err=True)
-    named = shlex.quote(str(out))
-    echo(f"next: train check --config {named}, then: train --config {named}", err=True)
+    echo(f"next: train check --config {shlex.quote(str(out))}, then train with it", err=True)
 
 
 @config_app.command()
