@@ -64,7 +64,8 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: b
     stays a link, and a pipe or device is written to."""
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
-    if follow and path.exists() and (path.is_relative_to("/dev") or not path.is_file()):
+    is_device = path.parent in (Path("/dev"), Path("/dev/fd"))  # but /dev/shm holds plain files
+    if follow and path.exists() and (is_device or not path.is_file()):
         with path.open("ab") as file:  # /dev/stdout, perhaps of a file with more; a pipe
             file.write(content)
         return
@@ -197,11 +198,6 @@ def is_count(value: object) -> bool:
 def parse_count(text: str) -> int | None:
     """A number of something in decimal digits; None: anything else, or more than `int` may read."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
-
-
-def is_file_name(name: object) -> bool:
-    """Whether it names a file of the directory that lists it, and nothing else."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
 def within_depth(parse: Callable[[Any], Any], data: str | bytes) -> Any:

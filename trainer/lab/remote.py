@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.ending import StopRequest
 from trainer.errors import UserError
-from trainer.files import discard, read_bytes, remove_tree, sync_directory
+from trainer.files import discard, remove_tree, sync_directory
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.logger import get_logger
 from trainer.metrics.sinks import EventWriter
 from trainer.training import Found, checkpoint
-from trainer.training.checkpoint import MARKER, checkpoint_name, parse_marker, step_of
+from trainer.training.checkpoint import MARKER, checkpoint_name, step_of
 from trainer.training.run_dir import RunDir
 from trainer.training.tensor_files import CheckpointError
 from trainer.wording import error_text
@@ -87,9 +87,9 @@ class Store:
 
     def put(self, local: Path) -> None:
         """Upload a complete checkpoint in place of any other of its step, the marker last."""
-        names = parse_marker(read_bytes(local / MARKER), local / MARKER)
+        names = [*checkpoint.listed_files(local), MARKER]
         self._remove(step_of(local))
-        for name in (*names, MARKER):
+        for name in names:
             with self._translating(f"{local.name}/{name}"):
                 path = self._path(local.name, name)
                 if self._has_directories:
@@ -111,7 +111,7 @@ class Store:
         started = time.monotonic()
         try:
             self._get_file(name, MARKER, staging)
-            for file in parse_marker(read_bytes(staging / MARKER), f"{self.url}/{name}/{MARKER}"):
+            for file in checkpoint.listed_files(staging):
                 self._get_file(name, file, staging)
             state = checkpoint.verify(staging)
             if target.exists():
@@ -158,14 +158,14 @@ class Store:
                 self._fs.rm(directory, recursive=True)
 
     def claim(self, name: str, *, is_own: bool, is_auto: bool) -> None:
-        """Leave the run's name. Raises UserError: the store holds checkpoints that are not the run's
-        own, nor, if it resumes by itself, those of its name: two runs would delete each other's."""
-        if not is_own and self.steps():
+        """Leave the run's name. Raises UserError: the store holds checkpoints of another name, or the
+        run neither has some itself nor resumes by itself: two runs would delete each other's."""
+        if self.steps():
             with self._translating("RUN"):
                 path, of = self._path("RUN"), name
                 if self._fs.exists(path):
                     of = self._fs.cat_file(path).decode().strip()
-            if not (is_auto and of == name):
+            if of != name or not (is_own or is_auto):
                 problem = f"{self.url} holds the checkpoints of another run, {of}"
                 raise UserError(KEY, problem, "name a prefix of its own, or use --resume auto")
         with self._translating("RUN"):

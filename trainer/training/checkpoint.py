@@ -15,20 +15,18 @@ marker it does not exist. Nothing in it is a pickle, so it cannot run code.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trainer.errors import UserError
 from trainer.files import (
     discard,
-    is_file_name,
     open_plain,
-    parse_json,
-    read_bytes,
     read_json,
     remove_leftovers,
     remove_tree,
@@ -69,11 +67,14 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
     files = {path.name: _fingerprint(path) for path in sorted(staging.iterdir())}
     # Last of the files: a directory with the marker has all, wherever the process is killed.
     write_json(staging / MARKER, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+    # A name of that step too, so that a kill between the two renames costs no checkpoint.
+    former = target.with_name(f"step_0{step:08d}")
     if target.exists():  # the same step again, such as with its evaluation
-        target.rename(staging.with_suffix(".old"))
+        discard(former)
+        target.rename(former)
     staging.rename(target)
     sync_directory(checkpoints)
-    discard(staging.with_suffix(".old"))
+    discard(former)
     # Last, so that the link never points to an incomplete checkpoint.
     replace_link(checkpoints / LATEST, target.name)
     return target
@@ -86,15 +87,15 @@ def discard_staging(checkpoints: Path) -> None:
     remove_leftovers(checkpoints)  # such as a half-made link
 
 
-def set_aside_after(checkpoints: Path, step: int, found: Path | None = None) -> list[Path]:
+def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
     """Move checkpoints of other branches than that of `found`, from which the run continues after
     `step`, to `checkpoints/abandoned/` (rank 0): those of later steps, and of `step` itself.
 
     Otherwise `auto` would later continue from the abandoned branch.
     """
-    found, moved = found and found.resolve(), list[Path]()
-    for path in [path for path in checkpoints.glob("step_*") if step_of(path) >= step]:
-        if step_of(path) == step and found in (None, path.resolve()):
+    found, moved = found.resolve(), list[Path]()
+    for path in _newest_first(checkpoints.glob("step_*")):
+        if step_of(path) < step or path.resolve() == found:
             continue
         target = checkpoints / "abandoned" / path.name
         target.parent.mkdir(exist_ok=True)
@@ -130,14 +131,19 @@ def best_step(path: Path) -> int:
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Directories named after a step that carry the marker, newest first."""
-    marked = [path.parent for path in checkpoints.glob(f"step_*/{MARKER}")]
-    return sorted((path for path in marked if step_of(path) >= 0), key=step_of, reverse=True)
+    return _newest_first(path.parent for path in checkpoints.glob(f"step_*/{MARKER}"))
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Those that are named after a step; of one step the former, see `finish`, comes last."""
+    named = [path for path in paths if step_of(path) >= 0]
+    return sorted(named, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint directory's name; -1 if it is none."""
-    text = path.name.removeprefix("step_")
-    return int(text) if text.isascii() and text.isdigit() else -1
+    found = re.fullmatch("step_([0-9]+)", path.name)
+    return int(found[1]) if found else -1
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def verify(path: Path) -> dict[str, Any]:
 
     A CheckpointError if a file or the marker is missing or changed, or has another format.
     """
-    files = _listed_files(path)
+    files = listed_files(path)
     for name, expected in files.items():
         with _reading(path / name):
             found = _fingerprint(path / name)
@@ -153,30 +159,44 @@ def verify(path: Path) -> dict[str, Any]:
             problem = f"is damaged (its size or hash is not what {MARKER} says)"
             raise CheckpointError(f"{path / name}: {problem}")
     state = read_state(path)
-    # No more names than there are files, whatever number the state holds.
-    shards = range(min(state["data_shards"], len(files)))
-    missing = {*map(model_file, state["model_files"]), *map(rank_file, shards)} - files.keys()
+    shards = range(state["data_shards"])
+    missing = {STATE_FILE, *map(model_file, state["model_files"]), *map(rank_file, shards)} - files.keys()
     if missing:
-        raise CheckpointError(f"{path}: has no {', '.join(sorted(missing))}")
+        raise CheckpointError(f"{path}: {MARKER} does not list {', '.join(sorted(missing))}")
     return state
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """state.json of a checkpoint, unverified. A CheckpointError if it is missing or damaged."""
-    files = _listed_files(path)
-    if STATE_FILE not in files:
-        raise CheckpointError(f"{path / MARKER}: does not list {STATE_FILE}")
-    with _reading(path / STATE_FILE):
-        state = read_json(path / STATE_FILE)
-    try:
-        _SavedState.model_validate(state)
-    except ValidationError as error:
-        first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-        raise CheckpointError(f"{path / STATE_FILE}: is damaged: {problem}") from None
+    listed_files(path)
+    state = _read_as(_SavedState, path / STATE_FILE)
     if step_of(path.resolve()) not in (-1, state["step"]):  # the run would resume at the wrong one
         raise CheckpointError(f"{path / STATE_FILE}: is damaged: it is of step {state['step']}")
     return state
+
+
+def listed_files(path: Path) -> dict[str, dict[str, Any]]:
+    """File name -> `bytes` and `sha256`, from the marker. A CheckpointError if it is not readable."""
+    if not (path / MARKER).exists():
+        raise CheckpointError(f"{path}: is not complete (it has no {MARKER})")
+    found = _read_as(_Marker, path / MARKER)
+    version, files = found["format_version"], found["files"]
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path / MARKER}: has format version {version}, this program reads {FORMAT_VERSION}")
+    return dict(files)
+
+
+def _read_as(model: type[BaseModel], path: Path) -> dict[str, Any]:
+    """The JSON object in a file. A CheckpointError if it does not fit the model."""
+    with _reading(path):
+        found = read_json(path)
+    try:
+        model.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+        raise CheckpointError(f"{path}: is damaged: {problem}") from None
+    return found
 
 
 @contextmanager
@@ -190,33 +210,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 
-def _listed_files(path: Path) -> dict[str, dict[str, Any]]:
-    """Name -> fingerprint, from the marker."""
-    if not (path / MARKER).exists():
-        raise CheckpointError(f"{path}: is not complete (it has no {MARKER})")
-    with _reading(path / MARKER):
-        return parse_marker(read_bytes(path / MARKER), path / MARKER)
-
-
-def parse_marker(marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`. A CheckpointError if the marker is not readable."""
-    files: dict[str, dict[str, Any]] = {}
-    try:
-        found = parse_json(marker)
-        for name, each in found["files"].items():
-            files[name] = {"bytes": int(each["bytes"]), "sha256": str(each["sha256"])}
-        version = found["format_version"]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise CheckpointError(f"{where}: is damaged") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{where}: has format version {version}, this program reads {FORMAT_VERSION}")
-    for name in files:
-        # A path could make `verify` or a copy read outside the directory.
-        if not is_file_name(name) or name == MARKER:
-            raise CheckpointError(f"{where}: lists {name!r}, which is no file of the checkpoint")
-    return files
-
-
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
@@ -227,8 +220,8 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     if resume != "auto":
         path = Path(resume).resolve()  # `latest` may move meanwhile
         return path, state_of(str(path), verify)
-    candidates = [path for path in checkpoints.glob("step_*") if step_of(path) >= 0]
-    for path in sorted(candidates, key=step_of, reverse=True):
+    candidates = _newest_first(checkpoints.glob("step_*"))
+    for path in candidates:
         try:
             return path, verify(path)
         except CheckpointError as error:
@@ -270,25 +263,33 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 # Larger numbers are damage: they would overflow an int64, or fill the memory.
-MOST = 2**62
-Count = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Ranks = Annotated[int, Field(ge=1, le=2**20)]
+# A path could make `verify` or a download leave the directory.
+FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+class _File(BaseModel, strict=True):
+    bytes: Count
+    sha256: str
 
 
-class _Tracker(_Part):
+class _Marker(BaseModel, strict=True):
+    format_version: int
+    files: dict[FileName, _File]
+
+
+class _Tracker(BaseModel, strict=True):
     tokens_seen: Count
     smoothed: dict[str, float | None]
 
 
-class _SavedState(_Part):
+class _SavedState(BaseModel, strict=True):
     """The fields of state.json that restoring needs."""
 
     step: Count
-    world_size: Annotated[int, Field(ge=1, le=MOST)]
-    data_shards: Annotated[int, Field(ge=1, le=MOST)]
+    world_size: Ranks
+    data_shards: Ranks
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]

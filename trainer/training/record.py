@@ -108,9 +108,9 @@ def begin_record(view: RunView, stack: ExitStack) -> None:
             _make_ready(run_dir, view.plan, stack)
             run_dir.create()
             checkpoint.discard_staging(run_dir.checkpoints)
-            source = view.found and view.found[0]
-            for path in checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, source):
-                logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
+            if view.found is not None:
+                for path in checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, view.found[0]):
+                    logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
             mark = run_dir.mark()
     run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
     name = from_main_rank(mark, world_size=info.world_size)

@@ -8,12 +8,13 @@ import os
 import shutil
 import signal
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support.checkpoints import file_content, write_content
+from tests.support.checkpoints import file_content, sign, write_content
 from tests.support.records import write_lock
 from tests.support.runs import TINY
 from trainer.config.load import load_config
@@ -54,6 +55,19 @@ def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
+def test_a_kill_while_a_step_is_saved_again_costs_no_checkpoint(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, 5)
+    renames = iter([Path.rename])
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "rename", lambda *names: next(renames)(*names))
+        with pytest.raises(StopIteration):
+            make_checkpoint(tmp_path, 5)
+    files.discard_staging(tmp_path)
+    assert files.find(tmp_path, "auto") is not None
+    path = make_checkpoint(tmp_path, 5)
+    assert files.complete_checkpoints(tmp_path) == [path]
+
+
 def in_marker(change):
     """A damage that changes the marker's content."""
 
@@ -78,6 +92,12 @@ def unlist(path):
     in_marker(lambda marker: marker["files"].pop(rank_file(0)))(path)
 
 
+def endless(path):
+    """More shards than there is memory for their names, with a marker that agrees."""
+    (path / files.STATE_FILE).write_text(json.dumps({**STATE, "step": 10, "data_shards": 2**60}))
+    sign(path)
+
+
 DAMAGES = {
     "no marker": lambda path: (path / files.MARKER).unlink(),
     "half a marker": lambda path: (path / files.MARKER).write_text("{"),
@@ -87,6 +107,7 @@ DAMAGES = {
     "a file elsewhere": in_marker(lambda marker: marker["files"].update({"../a": marker["files"][model_file(0)]})),
     "the directory above": in_marker(lambda marker: marker["files"].update({"..": marker["files"][model_file(0)]})),
     "endless bytes": in_marker(lambda marker: marker["files"][model_file(0)].update(bytes=math.inf)),
+    "endless shards": endless,
     "an unlisted shard": in_marker(lambda marker: marker["files"].pop(rank_file(0))),
     "cut": lambda path: os.truncate(path / model_file(0), (path / model_file(0)).stat().st_size - 1),
     "a flipped bit": flip,
@@ -118,13 +139,17 @@ def test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole(tmp_p
         files.find(tmp_path, "auto")
 
 
-def test_the_newest_and_every_nth_are_kept(tmp_path):
+def test_the_newest_and_every_nth_are_kept(tmp_path, monkeypatch, caplog):
     for step in range(10, 80, 10):
         make_checkpoint(tmp_path, step)
         if step == 10:
             (tmp_path / "step_00000010").rename(tmp_path / "step_00000010_mine")  # somebody's own name
         files.prune(tmp_path, keep_last=2, keep_every=40)
     assert (tmp_path / "step_00000010_mine").exists()
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "remove_tree", os.rmdir)
+        files.prune(tmp_path, keep_last=1, keep_every=40)
+    assert "step_00000060 cannot be removed: Directory not empty" in caplog.text
     assert [files.step_of(path) for path in files.complete_checkpoints(tmp_path)] == [70, 60, 40]
     (tmp_path / ".tmp_step_00000080").mkdir()
     os.mkfifo(tmp_path / ".tmp_step_00000081")  # opening it would wait for ever
@@ -238,15 +263,16 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, is_over):
 def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path):
     for step in (5, 10, 15):
         make_checkpoint(tmp_path, step)
-    moved = files.set_aside_after(tmp_path, 5)
+    own = tmp_path / "step_00000005"
+    moved = files.set_aside_after(tmp_path, 5, own)
     assert sorted(path.name for path in moved) == ["step_00000010", "step_00000015"]
     found = files.find(tmp_path, "auto")
     assert found is not None
     assert files.step_of(found[0]) == 5
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
-    assert files.set_aside_after(tmp_path, 5) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == []
+    assert files.set_aside_after(tmp_path, 5, own) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == []
     # Back to a branch that was abandoned: the checkpoint of its first step is that of another one.
-    back = shutil.copytree(tmp_path / "step_00000005", tmp_path / "abandoned" / "step_00000005")
+    back = shutil.copytree(own, tmp_path / "abandoned" / "step_00000005")
     assert [path.name for path in files.set_aside_after(tmp_path, 5, back)] == ["step_00000005_of_another_branch"]
     assert files.verify(back)["step"] == 5
     assert files.find(tmp_path, "auto") is None

@@ -120,6 +120,6 @@ def test_what_a_custom_optimizer_counts_in_its_groups_goes_on_and_its_settings_a
 
 def test_a_checkpoint_under_another_name_is_one(copied, tmp_path):
     config_path, path = copied
-    mine = Path(shutil.copytree(path, tmp_path / "mine"))
+    mine = Path(shutil.copytree(path, tmp_path / "7"))
     (tmp_path / "latest").symlink_to(path)
     assert resume(config_path, mine) == resume(config_path, tmp_path / "latest") == "restored"

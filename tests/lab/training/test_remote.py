@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.lab.remote import ABANDONED, Store, StoreError, Uploads, find_checkpoint
 from trainer.metrics.best_effort import Diagnostics
 from trainer.training import checkpoint
-from trainer.training.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name, parse_marker
+from trainer.training.checkpoint import FORMAT_VERSION, MARKER, checkpoint_name
 from trainer.training.run_dir import RunDir
 from trainer.training.tensor_files import CheckpointError
 
@@ -43,9 +43,7 @@ def files_alone(monkeypatch):
     """These checkpoints have no state of a run: their files are verified, and no more."""
 
     def verify(path):
-        if not (path / MARKER).exists():
-            raise CheckpointError(f"{path} has no marker")
-        for name, expected in parse_marker((path / MARKER).read_bytes(), path).items():
+        for name, expected in checkpoint.listed_files(path).items():
             if checkpoint._fingerprint(path / name) != expected:
                 raise CheckpointError(f"{path / name}: is damaged")
         return {}
@@ -110,6 +108,10 @@ def test_a_prefix_is_of_one_run_and_an_outage_is_no_reason_not_to_resume(
 ):
     with pytest.raises(UserError, match="holds the checkpoints of another run"):
         found_by(url, tmp_path / "other", "off")
+    stored._fs.pipe_file(stored._path("RUN"), b"another\n")
+    with pytest.raises(UserError, match="holds the checkpoints of another run, another"):
+        found_by(url, checkpoints.parent)
+    stored._fs.rm_file(stored._path("RUN"))
 
     def names(self):
         raise StoreError("planned")
