@@ -42,7 +42,7 @@ class UserError(ValueError):
     def message(self) -> str:
         """The message on one line."""
         text = ": ".join(filter(None, [self.where, self.key, self.problem]))
-        return printable(_relative("; ".join(filter(None, [text, self.fix]))))
+        return printable(relative_paths("; ".join(filter(None, [text, self.fix]))))
 
 
 class UserErrors(UserError):
@@ -67,7 +67,8 @@ def raise_found(errors: list[UserError]) -> None:
         raise UserErrors(errors)
 
 
-def _relative(text: str) -> str:
+def relative_paths(text: str) -> str:
+    """The text, with paths relative to the working directory if they are inside."""
     try:
         here = os.path.join(os.getcwd(), "")
     except FileNotFoundError:  # somebody has removed it

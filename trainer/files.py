@@ -25,11 +25,6 @@ MOST_OPEN_FILES = 65_536  # that a process asks for
 _LEFTOVER = re.compile(r"\..+\.\d+\.tmp")  # see `_temporary`
 
 
-def is_url(text: str) -> bool:
-    """Whether a path in a config or on the command line names a store."""
-    return "://" in text
-
-
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A new file that replaces `path` if the block ends well. `sync`: wait until the disk has it:

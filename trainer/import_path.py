@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, relative_paths
 
 # Run by another Python, this is `train` of this installation, wherever it is started.
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
@@ -51,19 +51,14 @@ def resolve_target(target: str, key: str) -> Any:
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` of the innermost frame in the user's own code; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename and os.path.isabs(error.filename):
-        return f" ({shown_path(error.filename)}:{error.lineno})"
+        return relative_paths(f" ({error.filename}:{error.lineno})")
     # Frames of packages and of Python itself do not help to locate the mistake.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         is_installed = _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _NOT_USER_CODE))
         if file.is_absolute() and not is_installed:
-            return f" ({shown_path(frame.filename)}:{frame.lineno})"
+            return relative_paths(f" ({frame.filename}:{frame.lineno})")
     return ""
-
-
-def shown_path(path: str) -> str:
-    """The path relative to the working directory if it is inside."""
-    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:

@@ -23,7 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import FINGERPRINT_KEY, mark_files
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.files import parse_count, replacing_path, write_file
+from trainer.files import parse_count, read_json, replacing_path, write_file
 from trainer.import_path import users_code
 from trainer.lab.extensions import AVERAGES, BEST
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
@@ -109,14 +109,11 @@ def read_checkpoint(run_dir: str | Path, step: Step = None, *, ema: bool = False
         raise
     assert found is not None
     path, state = found
-    try:
+    config, fix = config_of(state, path), "name another one with --step" + ", or leave out --ema" * ema
+    with users_code(str(path), "cannot be used", fix):
         tensors = open_model(path, state)
-        weights = whole_weights(tensors, ema=ema)
-    except (CheckpointError, KeyError, ValueError) as error:
-        fix = "name another one with --step" + ", or leave out --ema" * ema
-        raise UserError(str(path), f"cannot be used: {error}", fix) from None
-    shared = tensors.values.get("shared", {})
-    return SavedCheckpoint(path, int(state["step"]), config_of(state, path), weights, shared, state[FINGERPRINT_KEY])
+        weights, shared = whole_weights(tensors, ema=ema), tensors.values.get("shared", {})
+        return SavedCheckpoint(path, state["step"], config, weights, shared, state[FINGERPRINT_KEY])
 
 
 def tokenizer_with(config: RunConfig, data: Mapping[str, Any] | None) -> Tokenizer:
@@ -202,10 +199,8 @@ def model_with(weights: Mapping[str, Tensor], config: RunConfig, vocab_size: int
 
 def is_export(directory: Path) -> bool:
     """Whether the directory holds nothing but an export, which may be replaced."""
-    own, names = (
-        {".safetensors", ".json", ".jinja", ".toml", ".model"},
-        ("merges.txt", "vocab.txt", "additional_chat_templates"),
-    )
+    own = (".safetensors", ".json", ".jinja", ".toml", ".model")
+    names = ("merges.txt", "vocab.txt", "additional_chat_templates")
     files = [*directory.iterdir()]
     has_weights = any(path.suffix == ".safetensors" for path in files)
     is_plain = all(path.suffix in own or path.name in names for path in files)
@@ -269,9 +264,9 @@ def _save_pretrained(saved: SavedCheckpoint, vocab_size: int, directory: Path) -
         raise UserError("--format hf", problem, "export with --format safetensors")
     write(directory)
     for file in (directory / HUGGING_FACE_CONFIG, directory / GENERATION_CONFIG):
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        if not found:
+        if not file.is_file():
             continue
+        found = read_json(file)
         # Without a state it has seen a row at once.
         if not model.state_width and "max_position_embeddings" in found:
             found["max_position_embeddings"] = seq_len

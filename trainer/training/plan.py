@@ -24,7 +24,7 @@ from trainer.data.weights import ConstantWeight, ScheduledWeight, first_all_zero
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, layout_for
 from trainer.errors import UserError
-from trainer.files import is_url, read_json
+from trainer.files import read_json
 from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
@@ -181,7 +181,7 @@ def _streams(table: SourceTable, name: str) -> list[Stream]:
     key, given = f"{name}: paths", paths or []
     if root is not None:
         key, given = f"{name}: root", [root]
-    for url in filter(is_url, given):
+    for url in [each for each in given if "://" in each]:
         fix = "mount the store, or copy the data to a disk first (docs/mixing.md)"
         raise UserError(key, f"{url} is a URL, and data is read from files", fix)
     try:

@@ -24,7 +24,7 @@ from trainer.files import open_plain, replacing, replacing_path
 
 # Keys of a file's metadata, each of JSON.
 _OFFSETS = "DCP_SHARDING_INFO"  # name -> {"saved_offsets": [first row, 0, ...]}, as torch names it
-_SHAPES = "shapes"  # name -> shape of the whole tensor, of all that the ranks have written together
+_SHAPES = "shapes"  # name -> shape of the whole tensor
 _VALUES = "values"  # everything else
 
 
@@ -50,8 +50,6 @@ class TensorPart(NamedTuple):
 
     rows: Mapping[str, Rows]
     values: Any = None
-    shapes: Mapping[str, tuple[int, ...]] | None = None
-    """Of all tensors of which the ranks write rows; None: of `rows`."""
 
 
 Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] on the CPU
@@ -67,15 +65,13 @@ def write_part(path: Path, part: Part) -> None:
             for piece in part:
                 file.write(piece.view(torch.uint8).numpy().data)
         return
-    rows, values, shapes = part
-    offsets = {}
-    for name, (_, start, shape) in rows.items():
+    offsets, shapes = {}, {name: own.shape for name, own in part.rows.items()}
+    for name, (_, start, shape) in part.rows.items():
         first = [start, *[0] * (len(shape) - 1)] if shape else []  # only rows are split
         offsets[name] = {"saved_offsets": first}
-    if shapes is None:
-        shapes = {name: own.shape for name, own in rows.items()}
-    metadata = {_OFFSETS: json.dumps(offsets), _SHAPES: json.dumps(shapes), _VALUES: json.dumps(values)}
-    tensors = _apart({name: own.tensor.detach().cpu().contiguous() for name, own in rows.items()})
+    contents = {_OFFSETS: offsets, _SHAPES: shapes, _VALUES: part.values}
+    metadata = {key: json.dumps(content) for key, content in contents.items()}
+    tensors = _apart({name: own.tensor.detach().cpu().contiguous() for name, own in part.rows.items()})
     with replacing_path(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, str(temporary), {"format": "pt", **metadata})
@@ -98,7 +94,8 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class TensorFiles:
     """Tensors that several ranks have written together. Files are opened when they are needed.
 
-    `paths`: all files, the likeliest first. A CheckpointError if that one cannot be read.
+    `paths`: all files, first the one that has rows of every tensor, then the likeliest. A
+    CheckpointError if the first cannot be read.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -114,7 +111,8 @@ class TensorFiles:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor (None: to its end), copied out of the files; or a scalar.
 
-        A CheckpointError if the files do not hold them, or if one of them cannot be read.
+        A CheckpointError if the files do not hold them, or if one of them cannot be opened; if one
+        is damaged, any exception: see `checkpoint.loading`.
         """
         if name not in self.shapes:
             raise CheckpointError(f"there is no tensor {name}")
@@ -159,7 +157,7 @@ class _OpenFile:
             self._offsets = self.metadata(_OFFSETS)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
-        except (safetensors.SafetensorError, AttributeError) as error:
+        except safetensors.SafetensorError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
     def metadata(self, key: str) -> Any:
@@ -173,17 +171,14 @@ class _OpenFile:
         """The file's part of rows [start, stop): the first, their number and they; None: none."""
         if name not in self._names:
             return None
-        try:
-            offsets = self._offsets[name]["saved_offsets"]
-            if not offsets:  # a scalar
-                return start, 1, self._file.get_tensor(name)
-            part = self._file.get_slice(name)
-            low, high = max(start - offsets[0], 0), min(stop - offsets[0], part.get_shape()[0])
-            if start == stop:  # of a rank that holds no rows: only the type counts
-                return start, 0, part[0:0]
-            return (offsets[0] + low, high - low, part[low:high].clone()) if low < high else None
-        except (safetensors.SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self._path}: {name} cannot be read: {error}") from None
+        offsets = self._offsets[name]["saved_offsets"]
+        if not offsets:  # a scalar
+            return start, 1, self._file.get_tensor(name)
+        part = self._file.get_slice(name)
+        low, high = max(start - offsets[0], 0), min(stop - offsets[0], part.get_shape()[0])
+        if start == stop:  # of a rank that holds no rows: only the type counts
+            return start, 0, part[0:0]
+        return (offsets[0] + low, high - low, part[low:high].clone()) if low < high else None
 
 
 _TAG = "$"  # begins the only key of an object that represents something JSON does not have
@@ -226,7 +221,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
-    """The value that `pack` was given. A ValueError if `pack` has not written it."""
+    """The value that `pack` was given. If `pack` has not written it, any exception."""
     if isinstance(packed, list):
         return [unpack(item, read) for item in packed]
     if not isinstance(packed, dict):

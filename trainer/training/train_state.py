@@ -123,10 +123,9 @@ def model_part(state: TrainState, *, rank: int) -> TensorPart | None:
         part = part_to_save(tensor, rank)
         if part is not None:
             rows[name] = Rows(*part, tuple(tensor.shape))
-    if rank != 0:  # names and shapes of all are in the file of rank 0
-        return TensorPart(rows, shapes={})
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return TensorPart(rows, {**values, "shared": shared}, shapes)
+    if rank != 0:  # rank 0, which has rows of each tensor, says what they are
+        return TensorPart(rows)
+    return TensorPart(rows, {**values, "shared": shared})
 
 
 def open_model(path: Path, state: Mapping[str, Any], *, rank: int = 0) -> TensorFiles:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import UserError
-from trainer.import_path import format_error, shown_path
+from trainer.errors import UserError, relative_paths
+from trainer.import_path import format_error
 from trainer.lab.contracts.soak import LEAST_ROWS, find_size, soak
 from trainer.lab.contracts.subject import (
     MODES,
@@ -200,7 +200,7 @@ def _place_of_forward(model: nn.Module) -> str:
     code = getattr(inspect.unwrap(model.forward), "__code__", None)
     if code is None:
         return ""
-    return f" ({shown_path(code.co_filename)}:{code.co_firstlineno})"
+    return relative_paths(f" ({code.co_filename}:{code.co_firstlineno})")
 
 
 def _refuse_unknown_inputs(model: nn.Module) -> None:
