@@ -54,11 +54,6 @@ def few(names: Sequence[str]) -> str:
     return text + f" and {more:,} more" * (more > 0)
 
 
-def listed(names: Sequence[str]) -> str:
-    """All names as a list in a sentence: `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
 def counted(number: float, noun: str) -> str:
     """`1 stream`, `2 streams`, `1,234 passes`, `2.5 passes`."""
     shown = f"{number:,.2g}" if 0 < number < 10 else f"{number:,.0f}"

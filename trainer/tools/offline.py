@@ -49,11 +49,9 @@ def evaluate_checkpoint(
     (`[eval] target`) is called as in the run.
 
     Args:
-        held_out: read the held-out documents although the config has sets.
-        step: of the checkpoint; None: the latest.
-        ema: with its averaged weights.
+        step, ema, trust_code: see `load_model`; the code may be that of data and losses, too.
         batches: of each set at most; None: all, or as many as its config says.
-        trust_code: import the code that the config of the model names.
+        held_out: read the held-out documents although the config has sets.
 
     Raises:
         UserError: code without trust, no such model, nothing to evaluate on, or unreadable data.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -23,14 +22,14 @@ from trainer.config.schema import RunConfig
 from trainer.data.fingerprint import FINGERPRINT_KEY, mark_files
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.files import parse_count, read_json, replacing_path, write_file
+from trainer.files import parse_count, read_json, write_file
 from trainer.import_path import users_code
 from trainer.lab.extensions import AVERAGES, BEST
 from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
 from trainer.model.families import DEFAULT
 from trainer.training import checkpoint
 from trainer.training.plan import build_model, tokenizer_of
-from trainer.training.tensor_files import CheckpointError, TensorFiles
+from trainer.training.tensor_files import CheckpointError, TensorFiles, save_tensors
 from trainer.training.train_state import open_model
 
 CONFIG_FILE = "config.toml"
@@ -238,7 +237,7 @@ def export_model(
                 _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
             origin = {"step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name, "ema": str(ema)}
-            save_weights(saved.weights, saved.shared, staging / WEIGHTS_FILE, {"format": "pt", **origin})
+            save_weights(saved.weights, saved.shared, staging / WEIGHTS_FILE, origin)
         write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):
             if as_hugging_face:
@@ -317,9 +316,4 @@ def save_weights(
     """Write a model's state; tied tensors (`shared`, names by name) are written once.
     Raises OSError: the file cannot be written."""
     kept = {name: tensor for name, tensor in state.items() if name not in shared}
-    with replacing_path(path) as temporary:
-        described = {**metadata, SHARED_KEY: json.dumps(shared)}
-        try:
-            safetensors.torch.save_file(kept, str(temporary), described)
-        except safetensors.SafetensorError as error:
-            raise OSError(str(error)) from None
+    save_tensors(path, kept, {**metadata, SHARED_KEY: json.dumps(shared)})

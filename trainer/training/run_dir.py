@@ -216,8 +216,9 @@ def choose_run_dir(
         return RunDir(Path(given))
     parent = Path(config.run.dir)
     if resume == "auto":
-        name = config.run.name
-        paths = sorted(path for path in parent.glob(f"{name}-*") if _is_run_of(path, name))
+        # Date, time, and a number if two runs began in the same second.
+        pattern = re.compile(rf"{re.escape(config.run.name)}-\d{{8}}-\d{{6}}(-\d+)?")
+        paths = sorted(path for path in parent.glob("*") if pattern.fullmatch(path.name))
         earlier = map(RunDir, paths[-1:] if is_restarted else paths)
         open_runs = [run for run in earlier if run.has_saved() and run.status().get("state") != FINISHED]
         if open_runs:
@@ -244,11 +245,6 @@ def refuse_taken(given: str, resume: str) -> None:
         held = "a metrics.jsonl that is not of a run of this program"
     if held:
         raise UserError("--run-dir", f"{given} holds {held}", fix)
-
-
-def _is_run_of(path: Path, name: str) -> bool:
-    # date, time, and a number if two runs began in the same second
-    return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", path.name) is not None
 
 
 def environment(info: RankInfo) -> dict[str, Any]:

@@ -151,14 +151,11 @@ class Saver:
         files.prune(path.parent, keep_last=table.keep_last, keep_every=table.keep_every)
 
     def _together(self, action: Callable[[], object]) -> None:
-        """Do `action`, part of a save; if the disk or torch fails in it on any rank, all raise."""
+        """Do `action`, part of a save; if the disk or the device fails in it on any rank, all raise."""
         info, run_dir, problem = self._view.info, self._view.run_dir, ""
         try:
             action()
-        except OSError as error:
-            problem = f"rank {info.rank}: {error.strerror or error} ({error.filename})"
-        except RuntimeError as error:
-            # torch raises it if the disk is full while it writes the last of a file.
+        except (OSError, RuntimeError) as error:
             problem = f"rank {info.rank}: {str(error).partition(chr(10))[0]}"
         problems = list(filter(None, gather_from_ranks(problem, world_size=info.world_size)))
         if problems:

@@ -56,10 +56,7 @@ Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] o
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint, atomically and synced to disk.
-
-    An OSError or RuntimeError if it cannot be written.
-    """
+    """Write one file of a checkpoint, atomically and synced to disk. An OSError if it cannot be written."""
     if not isinstance(part, TensorPart):
         with replacing(path) as file:
             for piece in part:
@@ -72,11 +69,16 @@ def write_part(path: Path, part: Part) -> None:
     contents = {_OFFSETS: offsets, _SHAPES: shapes, _VALUES: part.values}
     metadata = {key: json.dumps(content) for key, content in contents.items()}
     tensors = _apart({name: own.tensor.detach().cpu().contiguous() for name, own in part.rows.items()})
+    save_tensors(path, tensors, metadata)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, atomically and synced to disk. An OSError if it cannot be written."""
     with replacing_path(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, str(temporary), {"format": "pt", **metadata})
         except safetensors.SafetensorError as error:
-            raise RuntimeError(f"{path.name}: {error}") from None
+            raise OSError(f"{path.name}: {error}") from None
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,25 +96,22 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 class TensorFiles:
     """Tensors that several ranks have written together. Files are opened when they are needed.
 
-    `paths`: all files, first the one that has rows of every tensor, then the likeliest. A
-    CheckpointError if the first cannot be read.
+    `paths`: all files, first the one that has rows of every tensor, then the likeliest. If one is
+    damaged, any exception here or in `read`: see `checkpoint.loading`.
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        if not paths:
-            raise CheckpointError("there are no tensors")
         self._unopened = paths[1:]
         first = _OpenFile(paths[0])
         self._opened = [first]
-        self.shapes: dict[str, tuple[int, ...]]  # by name, of all whole tensors
-        self.shapes = {name: tuple(shape) for name, shape in first.metadata(_SHAPES).items()}
+        # Of all whole tensors, by name.
+        self.shapes = {name: tuple[int, ...](shape) for name, shape in first.metadata(_SHAPES).items()}
         self.values: Any = first.metadata(_VALUES)  # those of the first file
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor (None: to its end), copied out of the files; or a scalar.
 
-        A CheckpointError if the files do not hold them, or if one of them cannot be opened; if one
-        is damaged, any exception: see `checkpoint.loading`.
+        A CheckpointError if the files do not hold them.
         """
         if name not in self.shapes:
             raise CheckpointError(f"there is no tensor {name}")
@@ -155,8 +154,6 @@ class _OpenFile:
             self._file, self._names = opened, set(opened.keys())
             self._metadata: dict[str, str] = opened.metadata() or {}
             self._offsets = self.metadata(_OFFSETS)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
@@ -271,14 +268,11 @@ def read_shard(path: Path, shard: int) -> dict[str, Any]:
 def _map_rows(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """States that `write_part` wrote, [count, width], as a memory map of the file."""
     needed = shape[0] * shape[1] * dtype.itemsize
-    try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != needed:
-                raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {shape[0]} states")
-            if not size:  # an empty file cannot be mapped
-                return torch.empty(shape, dtype=dtype)
-            # Copy on write: a state that is changed in memory must not change the checkpoint.
-            return torch.from_numpy(np.memmap(file, np.uint8, mode="c")).view(dtype).view(shape)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != needed:
+            raise CheckpointError(f"{path}: has {size} bytes, not the {needed} of {shape[0]} states")
+        if not size:  # an empty file cannot be mapped
+            return torch.empty(shape, dtype=dtype)
+        # Copy on write: a state that is changed in memory must not change the checkpoint.
+        return torch.from_numpy(np.memmap(file, np.uint8, mode="c")).view(dtype).view(shape)

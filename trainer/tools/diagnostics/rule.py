@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import listed
 
 RuleVerdict = Literal["healthy", "finding", "explained", "not_measured"]
 Severity = Literal["error", "warning", "advice"]
@@ -138,7 +137,7 @@ class Rule:
     def apply(self, run: RunRecord) -> Outcome:
         missing = [key for key in self.needs if not run.column(key)[0]]
         if missing:
-            return not_measured("; ".join(filter(None, (f"needs {listed(missing)}", self.hint))))
+            return not_measured("; ".join(filter(None, (f"needs {' and '.join(missing)}", self.hint))))
         return self.check(run)
 
 

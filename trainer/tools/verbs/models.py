@@ -207,8 +207,9 @@ def doctor(
     given: Any = parse_value(args)
     if not isinstance(given, dict):
         raise UserError("--args", f"must be a TOML table, got {args}", "write --args '{ heads = 4 }'")
-    if bool(model) == bool(hf):
-        raise UserError("train doctor", "needs one model", "name it with --model or with --hf")
+    if bool(model) == bool(hf) or (hf and given):
+        fix = "name it with --model, and --args if it takes some, or with --hf alone"
+        raise UserError("train doctor", "needs one model", fix)
     on, name = pick_device(device), str(hf or model)
     build: Callable[[], Any] = partial(_build, name, given, vocab_size, dim, num_layers)
     if hf:
