@@ -11,7 +11,7 @@ import torch
 
 from trainer.tools.saved_model import whole_weights
 from trainer.training import checkpoint as files
-from trainer.training.tensor_files import Rows, TensorFiles, TensorPart, pack, unpack, write_part
+from trainer.training.tensor_files import Rows, TensorFiles, TensorPart, model_file, pack, rank_file, unpack, write_part
 from trainer.training.train_state import open_model
 
 
@@ -66,3 +66,16 @@ def sign(path: Path) -> None:
     marker = json.loads((path / files.MARKER).read_text())
     marker["files"] = {name: files._fingerprint(path / name) for name in marker["files"]}
     (path / files.MARKER).write_text(json.dumps(marker))
+
+
+STATE = {"world_size": 1, "data_shards": 1, "model_files": [0], "reached": 1, "tokens": [1, 1], "gns": None}
+STATE |= {"evaluation_is_due": False, "tracker": {"tokens_seen": 1, "smoothed": {}}, "extensions": {}, "config": {}}
+
+
+def make_checkpoint(directory: Path, step: int, value: float = 1.0) -> Path:
+    """A whole checkpoint, of a model with one weight."""
+    staging = files.staging_dir(directory, step)
+    staging.mkdir(parents=True)
+    write_content(staging / model_file(0), {"w": torch.full((100,), value)})
+    write_content(staging / rank_file(0), {"data": None})
+    return files.finish(directory, step, {**STATE, "step": step})

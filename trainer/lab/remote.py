@@ -67,7 +67,7 @@ class Store:
         except Exception as error:  # noqa: BLE001 - backends raise anything
             if isinstance(error, ImportError):
                 fix = "run: pip install fsspec s3fs, or the package that is named"
-            problem = f"{self.url} cannot be used as a store: {_reason_of(error)}"
+            problem = f"{self.url} cannot be used as a store: {error_text(error)}"
             raise UserError(KEY, problem, fix) from None
         self._root = str(root).rstrip("/")
 
@@ -183,12 +183,7 @@ class Store:
             yield
         except Exception as error:  # noqa: BLE001 - botocore's errors, aiohttp's, OSError
             kind = CheckpointError if isinstance(error, FileNotFoundError) else StoreError
-            raise kind(f"{self.url}/{name}: {_reason_of(error)}".replace("/:", ":")) from None
-
-
-def _reason_of(error: Exception) -> str:
-    """An error of a backend in one line."""
-    return error_text(error).partition("\n")[0]
+            raise kind(f"{self.url}/{name}: {error_text(error)}".replace("/:", ":")) from None
 
 
 def find_checkpoint(

@@ -80,7 +80,7 @@ class Saver:
         # What a forward without a backward has left whole would be saved as if no rank had shards.
         view.strategy.reshard(state.model)
         staging = files.staging_dir(view.run_dir.checkpoints, position.step)
-        self._together(lambda: self._make_staging(staging))
+        self._together(lambda: self._make_staging(staging), on_main=True)
         shared = {  # equal on all ranks, and fits JSON
             "step": position.step,
             "reached": position.reached,
@@ -107,7 +107,7 @@ class Saver:
 
         # All ranks must have written before rank 0 publishes.
         self._together(write_all)
-        self._together(lambda: self._publish(shared))
+        self._together(lambda: self._publish(shared), on_main=True)
         self.last_saved = position.step
         view.record("checkpoint/save_sec", time.monotonic() - started)
 
@@ -132,15 +132,11 @@ class Saver:
         return parts
 
     def _make_staging(self, staging: Path) -> None:
-        if not self._view.info.is_main:
-            return
         self._view.run_dir.check_owner()
         discard(staging)
         staging.mkdir(parents=True)
 
     def _publish(self, shared: dict[str, Any]) -> None:
-        if not self._view.info.is_main:
-            return
         self._view.run_dir.check_owner()
         path = files.finish(self._view.run_dir.checkpoints, shared["step"], shared)
         logger.info("saved %s", path)
@@ -150,11 +146,13 @@ class Saver:
         table = self._view.config.checkpoint
         files.prune(path.parent, keep_last=table.keep_last, keep_every=table.keep_every)
 
-    def _together(self, action: Callable[[], object]) -> None:
-        """Do `action`, part of a save; if the disk or the device fails in it on any rank, all raise."""
+    def _together(self, action: Callable[[], object], *, on_main: bool = False) -> None:
+        """Do `action`, part of a save, on all ranks or on rank 0; if the disk or the device fails
+        in it on any, all raise."""
         info, run_dir, problem = self._view.info, self._view.run_dir, ""
         try:
-            action()
+            if info.is_main or not on_main:
+                action()
         except (OSError, RuntimeError) as error:
             problem = f"rank {info.rank}: {str(error).partition(chr(10))[0]}"
         problems = list(filter(None, gather_from_ranks(problem, world_size=info.world_size)))

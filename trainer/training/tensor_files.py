@@ -116,15 +116,14 @@ class TensorFiles:
         if name not in self.shapes:
             raise CheckpointError(f"there is no tensor {name}")
         shape, pieces = self.shapes[name], []
-        num = 1  # a scalar is like one row
-        if shape:
-            num = (shape[0] if stop is None else stop) - start
+        if stop is None:
+            stop = (*shape, 1)[0]  # a scalar is like one row
         # Until all rows are found: a file that is not needed is not opened.
         for file in self._files():
-            found = file.rows(name, start, start + num)
+            found = file.rows(name, start, stop)
             if found is not None:
                 pieces.append(found)
-                if sum(length for _, length, _ in pieces) >= num:
+                if sum(length for _, length, _ in pieces) >= stop - start:
                     break
         pieces.sort(key=lambda piece: piece[0])  # the files come in any order
         at = start
@@ -132,8 +131,8 @@ class TensorFiles:
             if first != at or tensor.shape[1:] != shape[1:]:
                 raise CheckpointError(f"{name}: its rows do not fit together")
             at += length
-        if not pieces or at != start + num:
-            raise CheckpointError(f"{name}: rows {at:,} to {start + num:,} are in no file")
+        if not pieces or at != stop:
+            raise CheckpointError(f"{name}: rows {at:,} to {stop:,} are in no file")
         tensors = [tensor for *_, tensor in pieces]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 

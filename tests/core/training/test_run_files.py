@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.checkpoints import file_content, sign, write_content
+from tests.support.checkpoints import STATE, file_content, make_checkpoint, sign
 from tests.support.records import write_lock
 from tests.support.runs import TINY
 from trainer.config.load import load_config
@@ -33,18 +33,6 @@ def config(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text(TINY.format(runs=tmp_path / "runs", corpus="corpus"), encoding="utf-8")
     return load_config(path)
-
-
-STATE = {"world_size": 1, "data_shards": 1, "model_files": [0], "reached": 1, "tokens": [1, 1], "gns": None}
-STATE |= {"evaluation_is_due": False, "tracker": {"tokens_seen": 1, "smoothed": {}}, "extensions": {}, "config": {}}
-
-
-def make_checkpoint(directory, step: int, value: float = 1.0):
-    staging = files.staging_dir(directory, step)
-    staging.mkdir(parents=True)
-    write_content(staging / model_file(0), {"w": torch.full((100,), value)})
-    write_content(staging / rank_file(0), {"data": None})
-    return files.finish(directory, step, {**STATE, "step": step})
 
 
 def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
@@ -86,12 +74,6 @@ def flip(path):
     file.write_bytes(data)
 
 
-def unlist(path):
-    """A file that is neither there nor in the marker."""
-    (path / rank_file(0)).unlink()
-    in_marker(lambda marker: marker["files"].pop(rank_file(0)))(path)
-
-
 def endless(path):
     """More shards than there is memory for their names, with a marker that agrees."""
     (path / files.STATE_FILE).write_text(json.dumps({**STATE, "step": 10, "data_shards": 2**60}))
@@ -112,7 +94,6 @@ DAMAGES = {
     "cut": lambda path: os.truncate(path / model_file(0), (path / model_file(0)).stat().st_size - 1),
     "a flipped bit": flip,
     "a missing file": lambda path: (path / model_file(0)).unlink(),
-    "a missing rank": unlist,
     "another state": lambda path: (path / files.STATE_FILE).write_text("{}"),
 }
 

@@ -227,7 +227,14 @@ def test_the_doctor_takes_a_model_of_transformers_on_disk(verb, tmp_path):
     ended = verb("", "doctor", "--hf", tmp_path / "llama", "--json")
     assert ended.returncode == 3, ended.stdout + ended.stderr
     assert "one of attention, whose cache grows with every token" in json.loads(ended.stdout)["verdicts"][0]["text"]
-    for arguments in (("--hf", "nowhere"), ("--hf", tmp_path), ("--hf", tmp_path / "llama", "--model", "gru"), ()):
+    whole = ("--hf", tmp_path / "llama")
+    for arguments in (
+        ("--hf", "nowhere"),
+        ("--hf", tmp_path),
+        (*whole, "--model", "gru"),
+        (*whole, "--args", "{a=1}"),
+        (),
+    ):
         assert verb("", "doctor", *arguments).mistake
 
 
