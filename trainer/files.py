@@ -71,7 +71,7 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = True, follow: b
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that only one process can make, on whatever host; a FileExistsError in others."""
+    """Write a file that only one process can make, on any host; a FileExistsError in others."""
     with open(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(content)
 

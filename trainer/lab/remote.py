@@ -158,8 +158,8 @@ class Store:
                 self._fs.rm(directory, recursive=True)
 
     def claim(self, name: str, *, is_own: bool, is_auto: bool) -> None:
-        """Leave the run's name. Raises UserError: the store holds checkpoints of another name, or the
-        run neither has some itself nor resumes by itself: two runs would delete each other's."""
+        """Leave the run's name. Raises UserError: the store has checkpoints of another run, or of
+        this one's name while it neither has some nor is `auto`: two would delete each other's."""
         if self.steps():
             with self._translating("RUN"):
                 path, of = self._path("RUN"), name
@@ -214,7 +214,7 @@ def find_checkpoint(
 
 
 def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found | None:
-    """The newest checkpoint that is whole, of the directory and the store; of the same step the local one."""
+    """The newest whole checkpoint of the directory and the store; of one step the local one."""
     found, damaged = None, None
     try:
         found = checkpoint.find(run_dir.checkpoints, "auto")
@@ -236,9 +236,10 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
 
 
 def _with_best(store: Store, run_dir: RunDir, found: Found | None) -> Found | None:
-    """`found`, once the best checkpoint is a local one too, if it is whole; see `checkpoint.keep_best`."""
+    """`found`, once the best checkpoint (`checkpoint.keep_best`), if it is whole, is local too."""
     best = -1 if found is None else checkpoint.best_step(found[0])
-    if best >= 0 and not (run_dir.checkpoints / checkpoint_name(best) / MARKER).exists() and best in store.steps():
+    is_here = (run_dir.checkpoints / checkpoint_name(best) / MARKER).exists()
+    if best >= 0 and not is_here and best in store.steps():
         try:
             store.get(best, run_dir.checkpoints)
         except CheckpointError as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trainer.data.groups import OpenStream
 from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.files import parse_json
+from trainer.import_path import users_code
 from trainer.lab.loss_mask import MaskedTable
 from trainer.lab.tokenized import tokenize_once
 from trainer.metrics.run_status import usable
@@ -50,6 +51,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
 
     Raises UserError: there is no such step, its data changed, or its config names code.
     """
+    readable = partial(users_code, str(run_dir), "a checkpoint cannot be read", "name another step")
     saved: Mapping[str, Any] = {}
     complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept = {checkpoint.step_of(path): path for path in complete}
@@ -58,7 +60,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     if later is None:
         config, environment = load_config(RunDir(run_dir).resolved_config), load_run(run_dir).environment
     else:
-        saved = checkpoint.state_of(str(kept[later]), checkpoint.read_state, resume=False)
+        with readable():
+            saved = checkpoint.read_state(kept[later])
         config, environment = config_of(saved, kept[later]), saved.get("environment", {})
     refuse_code(config, run_dir, trusted=trust_code)
     before = max((at for at in kept if at < step), default=0)
@@ -67,7 +70,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         path = Path(config.checkpoint.resume)
     state: Mapping[str, Any] = {}
     if path is not None:
-        state = checkpoint.state_of(str(path), checkpoint.read_state, resume=False)
+        with readable():
+            state = checkpoint.read_state(path)
     begun = 0 if path in kept.values() else state.get("step", 0)  # of the run that it branched from
     if step <= begun or (step > config.train.steps and not config.train.tokens):
         problem = f"has the steps {begun + 1} to {config.train.steps}, not {step}"
@@ -92,7 +96,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     own = RankInfo().data_shards(data_shards(config, size))
     blends = [make_blend(plan, shard, lanes=lanes) for shard in own]
     if path is not None:
-        with checkpoint.loading(path, "data cursors"):
+        with readable():
             states: list[Any] = [read_shard(path, number)["data"] for number in range(state["data_shards"])]
             if len(states) != len(blends):  # data of fewer or more shards is dealt anew
                 states = [states] * len(blends)

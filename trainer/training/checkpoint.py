@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,7 +111,7 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, the best, and step `spared`."""
+    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, the best and `spared`."""
     found = complete_checkpoints(checkpoints)
     kept = {spared, *map(best_step, found[:1])}
     for path in found[keep_last:]:
@@ -124,7 +124,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
 
 
 def best_step(path: Path) -> int:
-    """The step of the best checkpoint when this one was saved, see `checkpoint.keep_best`; -1: none."""
+    """The step of the best one when this was saved, see `checkpoint.keep_best`; -1: none."""
     best = read_state(path)["extensions"].get("best") or {}
     return int(best.get("step", -1))
 
@@ -159,8 +159,8 @@ def verify(path: Path) -> dict[str, Any]:
             problem = f"is damaged (its size or hash is not what {MARKER} says)"
             raise CheckpointError(f"{path / name}: {problem}")
     state = read_state(path)
-    shards = range(state["data_shards"])
-    missing = {STATE_FILE, *map(model_file, state["model_files"]), *map(rank_file, shards)} - files.keys()
+    models, shards = state["model_files"], range(state["data_shards"])
+    missing = {STATE_FILE, *map(model_file, models), *map(rank_file, shards)} - files.keys()
     if missing:
         raise CheckpointError(f"{path}: {MARKER} does not list {', '.join(sorted(missing))}")
     return state
@@ -176,14 +176,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def listed_files(path: Path) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`, from the marker. A CheckpointError if it is not readable."""
+    """File name -> `bytes` and `sha256`, from the marker. A CheckpointError if it is damaged."""
     if not (path / MARKER).exists():
         raise CheckpointError(f"{path}: is not complete (it has no {MARKER})")
     found = _read_as(_Marker, path / MARKER)
-    version, files = found["format_version"], found["files"]
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path / MARKER}: has format version {version}, this program reads {FORMAT_VERSION}")
-    return dict(files)
+    if found["format_version"] != FORMAT_VERSION:
+        problem = f"has format version {found['format_version']}, this program reads {FORMAT_VERSION}"
+        raise CheckpointError(f"{path / MARKER}: {problem}")
+    return dict(found["files"])
 
 
 def _read_as(model: type[BaseModel], path: Path) -> dict[str, Any]:
@@ -218,8 +218,10 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     if resume == "off":
         return None
     if resume != "auto":
+        refuse_absent(resume)
         path = Path(resume).resolve()  # `latest` may move meanwhile
-        return path, state_of(str(path), verify)
+        with loading(path, "state"):
+            return path, verify(path)
     candidates = _newest_first(checkpoints.glob("step_*"))
     for path in candidates:
         try:
@@ -241,19 +243,6 @@ def refuse_absent(path: str, *, is_of_run: bool = False) -> None:
     if is_elsewhere or not given.is_dir() or (given / CHECKPOINTS).is_dir() or complete_checkpoints(given):
         fix = "name one, such as RUN_DIR/checkpoints/latest, or continue a run with --resume auto --run-dir RUN_DIR"
         raise UserError("--resume", f"{path} is no checkpoint" + " of a run" * is_elsewhere, fix)
-
-
-def state_of(path: str, read: Callable[[Path], dict[str, Any]], *, resume: bool = True) -> dict[str, Any]:
-    """state.json of a checkpoint, of `--resume` or of a run, by `verify` or, unverified, by `read_state`.
-
-    A UserError if the checkpoint is missing or incomplete.
-    """
-    refuse_absent(path)
-    try:
-        return read(Path(path))
-    except CheckpointError as error:
-        key, fix = ("--resume", "name a whole checkpoint, or use auto") if resume else ("STEP", "name another step")
-        raise UserError(key, str(error), fix) from None
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

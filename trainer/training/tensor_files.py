@@ -56,7 +56,7 @@ Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] o
 
 
 def write_part(path: Path, part: Part) -> None:
-    """Write one file of a checkpoint, atomically and synced to disk. An OSError if it cannot be written."""
+    """Write one file of a checkpoint, atomically and synced. An OSError if it cannot be written."""
     if not isinstance(part, TensorPart):
         with replacing(path) as file:
             for piece in part:
@@ -73,7 +73,7 @@ def write_part(path: Path, part: Part) -> None:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, atomically and synced to disk. An OSError if it cannot be written."""
+    """Write a safetensors file, atomically and synced. An OSError if it cannot be written."""
     with replacing_path(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, str(temporary), {"format": "pt", **metadata})

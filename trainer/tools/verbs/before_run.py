@@ -211,7 +211,9 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
         Store(config.checkpoint.remote)  # which sends nothing
     resume = config.checkpoint.resume
     if resume not in ("off", "auto"):
-        state = checkpoint.state_of(resume, checkpoint.read_state)
+        checkpoint.refuse_absent(resume)
+        with checkpoint.loading(Path(resume), "state"):
+            state = checkpoint.read_state(Path(resume))
         check_config(state["config"], config)
 
 
