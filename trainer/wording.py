@@ -40,7 +40,7 @@ def error_text(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """A foreign value's repr in some 40 characters, or its type if that fails."""
+    """A foreign value's repr, without most of what is long, or its type if that fails."""
     try:
         return printable(reprlib.repr(value))
     except Exception:  # noqa: BLE001 - a class of the user's own may do anything

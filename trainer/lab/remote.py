@@ -167,7 +167,8 @@ class Store:
                     of = self._fs.cat_file(path).decode().strip()
             if of != name or not (is_own or is_auto):
                 problem = f"{self.url} holds the checkpoints of another run, {of}"
-                raise UserError(KEY, problem, "name a prefix of its own, or use --resume auto")
+                fix = f"name a prefix of its own, or continue it: --resume auto --set run.name={of}"
+                raise UserError(KEY, problem, fix)
         with self._translating("RUN"):
             if self._has_directories:
                 self._fs.makedirs(self._root, exist_ok=True)

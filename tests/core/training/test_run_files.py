@@ -52,8 +52,7 @@ def test_a_kill_while_a_step_is_saved_again_costs_no_checkpoint(tmp_path, monkey
             make_checkpoint(tmp_path, 5)
     files.discard_staging(tmp_path)
     assert files.find(tmp_path, "auto") is not None
-    path = make_checkpoint(tmp_path, 5)
-    assert files.complete_checkpoints(tmp_path) == [path]
+    assert [make_checkpoint(tmp_path, 5)] == files.complete_checkpoints(tmp_path)
 
 
 def in_marker(change):

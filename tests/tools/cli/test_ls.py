@@ -38,6 +38,7 @@ def test_a_pipe_gets_whole_lines_and_a_narrow_terminal_every_number(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     name = "many/levels/of/folders/tiny-20261125-143000"
     make_run(Path(name), "done", [5.0, 4.0, 3.5])
+    monkeypatch.setenv("COLUMNS", "0")  # as some containers do
     assert name in program(["ls", "many/levels/of/folders"], capsys).stdout
     monkeypatch.setenv("COLUMNS", "60")
     narrow = program(["ls", "many/levels/of/folders"], capsys).stdout

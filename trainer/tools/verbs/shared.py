@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,10 +65,8 @@ class _Console(Console):
 
 
 def output() -> Console:
-    """Stdout, as wide as the terminal or `COLUMNS`; in a pipe lines are not folded."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
-        return _Console(file=sys.stdout)
-    return _Console(file=sys.stdout, width=PIPE_WIDTH)
+    """Stdout, as wide as `COLUMNS` or the terminal; in a pipe lines are not folded."""
+    return _Console(file=sys.stdout, width=shutil.get_terminal_size((PIPE_WIDTH, 0)).columns)
 
 
 def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), **options: Any) -> None:
