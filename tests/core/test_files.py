@@ -97,7 +97,7 @@ def test_a_link_that_a_user_names_stays_one_and_a_device_is_written_to(tmp_path:
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "new"
     write_file(Path(os.devnull), "nowhere", follow=True)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as memory:
         for text in ("a page", "another"):
             write_file(Path(memory, "page"), text, follow=True)
         assert Path(memory, "page").read_text() == "another"
