@@ -85,9 +85,9 @@ class IdBounds:
 
     def check(self, tokens: npt.NDArray[Any], begin: int) -> None:
         """Refuse the first id that is out of range; `begin`: the place of `tokens` in the file."""
-        # Viewed as unsigned, a negative id is a large one: a single maximum checks both ends.
+        # Viewed as unsigned, a negative id is above all of its type: a single maximum checks both ends.
         unsigned = tokens.view(f"u{tokens.dtype.itemsize}")
-        if tokens.size and int(np.maximum.reduce(unsigned, axis=None)) >= self.num_ids:
+        if tokens.size and int(unsigned.max()) >= min(self.num_ids, np.iinfo(tokens.dtype).max + 1):
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self.num_ids))[0])
             position, read_as = f" at token {begin + at}", f", read as {tokens.dtype}"
             raise self.refusal(int(tokens[at]), position, read_as)
@@ -287,12 +287,11 @@ def read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
     pointers, indices = data[sizes_end:pointers_end].view("<i8"), data[pointers_end:].view("<i8")
     if not len(sizes) or len(indices) < 2:
         raise damaged(path, "has no documents")
-    if indices[0] != 0 or indices[-1] != len(sizes) or (np.diff(indices) < 0).any():
+    if indices[0] != 0 or indices[-1] != len(sizes) or (indices[1:] < indices[:-1]).any():
         raise damaged(path, f"its document indices do not increase from 0 to {len(sizes)}")
-    stops = pointers + sizes * dtype.itemsize
-    is_outside = (sizes < 0) | (pointers < 0) | (stops > bin_size)
-    is_outside |= pointers % dtype.itemsize != 0
-    if is_outside.any() or stops.max() != bin_size:
+    room = bin_size - sizes * dtype.itemsize
+    is_outside = (sizes < 0) | (pointers < 0) | (pointers > room) | (pointers % dtype.itemsize != 0)
+    if is_outside.any() or (room - pointers).min() != 0:  # the last one ends the file
         raise damaged(path, f"its sequences do not fit a .bin of {bin_size} bytes of {dtype}")
     starts = pointers // dtype.itemsize
     if len(indices) == len(sizes) + 1 and int(np.diff(indices).min()) == 1:  # one sequence each

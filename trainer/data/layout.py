@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import os
-import stat
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,12 +35,28 @@ ABOUT_DATA = (
 logger = logging.getLogger("trainer.data")
 
 
+def fixed_part(pattern: str) -> Path:
+    """What a glob has before its first wildcard."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(pattern).parts))
+
+
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted, but for `IGNORED` names that its wildcards match."""
-    parts = PurePath(pattern).parts
-    fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
-    files = filter(os.path.isfile, map(os.path.normpath, glob.iglob(pattern, recursive=True)))
-    return sorted({path for path in files if not _is_ignored(PurePath(os.path.relpath(path, fixed)))})
+    """The files that a glob matches, sorted, but for hidden ones and those in `IGNORED` directories
+    that its wildcards match. A link to a directory that it lies in is not followed."""
+    fixed, real = fixed_part(pattern), cache(os.path.realpath)
+    above = [*map(str, PurePath(real(fixed)).parents)]
+
+    def is_meant(path: str) -> bool:
+        inside = PurePath(os.path.relpath(path, fixed))
+        entered = above + [real(fixed / each) for each in inside.parents]
+        return _is_file(path) and not _is_ignored(inside) and len({*entered}) == len(entered)
+
+    return sorted(filter(is_meant, {*map(os.path.normpath, glob.iglob(pattern, recursive=True))}))
+
+
+def _is_file(path: str) -> bool:
+    """Whether it is a file; also a link to nothing, which `_stream` refuses."""
+    return os.path.isfile(path) or not os.path.exists(path)
 
 
 def _is_ignored(path: PurePath) -> bool:
@@ -53,29 +68,25 @@ def _files_below(directory: Path) -> list[Path]:
     """The files in a directory and in those below it, each of which is entered once, but for
     `IGNORED` ones.
 
-    A link to what is below it anyway is not followed. Raises UserError: a directory cannot be read,
-    or a file of data, such as a link to nothing.
+    A link to a directory that it lies in, or to what is found anyway, is not followed. Raises
+    UserError: a directory cannot be read.
     """
-    root, found, seen = os.path.join(os.path.realpath(directory), ""), [], set()
+    root, found, seen = os.path.realpath(directory), [], set()
     for folder, names, files in os.walk(directory, followlinks=True, onerror=_refuse):
         real = os.path.realpath(folder)
         is_link = os.path.islink(folder) and folder != str(directory)
-        if real in seen or (is_link and f"{real}/".startswith(root)):
+        is_own = os.path.commonpath([real, root]) in (real, root) and not _is_ignored(PurePath(os.path.relpath(real, root)) / "_")
+        if real in seen or (is_link and is_own):
             names.clear()
             continue
         seen.add(real)
         names[:] = sorted(name for name in names if not name.startswith(IGNORED))
-        for path in (Path(folder, name) for name in files):
-            try:
-                found += [path] * stat.S_ISREG(path.stat().st_mode)
-            except OSError as error:
-                if is_data(path, "auto"):
-                    _refuse(error)
+        found += [Path(folder, name) for name in files if _is_file(os.path.join(folder, name))]
     return found
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise damaged(str(error.filename), f"cannot be read: {error.strerror}", "mount what it links to, or remove it")
+    raise damaged(str(error.filename), f"cannot be read: {error.strerror}", "allow it, or remove it")
 
 
 def is_data(path: PurePath, format: str) -> bool:
@@ -154,6 +165,8 @@ def _permanent(directory: str, here: str) -> str:
 
 
 def _stream(path: str, relative_path: str, modality: str) -> Stream:
+    if not os.path.exists(path):
+        raise damaged(path, "cannot be reached", "mount what it links to, or remove it")
     # Absolute: the user's code may leave the working directory before a stream is opened.
     return Stream(0, os.path.join(os.getcwd(), path), relative_path, modality)
 

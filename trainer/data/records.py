@@ -18,7 +18,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +37,11 @@ from trainer.data.tokenizer import BytesTokenizer, Tokenizer, encode_all
 from trainer.errors import UserError
 from trainer.wording import few
 
-NO_SPACE = re.compile(rb"[^\s]")
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+(?:[ \t\r]+\Z)?")  # also without the last newline
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")
 Found = tuple[str, str | TokenArray, Any]  # its place, a document, and which of its tokens are trained
-LONGEST_LINE = 1 << 30  # bytes; a few compressed ones may stand for more than the memory holds
 ARROW_FILE, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 # What `save_to_disk` writes beside its files, and above the directories of splits.
 SAVED, SPLITS = "state.json", "dataset_dict.json"
@@ -56,7 +54,7 @@ def _bounds(data: TokenArray, text_split: str) -> Ints:
         starts = [len(BOM_UTF8)]
     if text_split == "blank_line":
         view = memoryview(data)  # type: ignore[arg-type]
-        first = NO_SPACE.search(view, starts[0])  # blank lines before it separate nothing
+        first = re.compile(rb"\S").search(view, starts[0])  # blank lines before it separate nothing
         if first is not None:
             ends = (match.end() for match in BLANK_LINES.finditer(view, first.start()))
             starts += [end for end in ends if end < len(data)]
@@ -194,12 +192,7 @@ def pyarrow_for(path: Path, kind: str) -> Iterator[Any]:
         raise damaged(path, f"is not a readable {kind} file ({error})") from error
 
 
-class Column(NamedTuple):
-    name: str
-    kind: Kind
-
-
-def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> Column:
+def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> tuple[str, Kind]:
     """The column of documents."""
     column = options.column
     if options.loss_mask is not None:
@@ -211,9 +204,9 @@ def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> 
         if pyarrow.types.is_dictionary(kind):  # of strings, each written once
             kind, values = values, None
         if str(kind) in ("string", "large_string", "string_view") and name in (column, "text"):
-            return Column(name, "text")
+            return name, "text"
         if values is not None and pyarrow.types.is_integer(values) and name in (column, "tokens"):
-            return Column(name, "ids")
+            return name, "ids"
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema) or "none"
     problem = f"needs one column {column or 'text or tokens'}, of strings or lists of integers (its columns: {columns})"
     raise damaged(path, problem, f"name the one of the documents: column; {FOR_SERIES}")
@@ -236,24 +229,24 @@ def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while row groups are read."""
     with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
         column = find_column(path, file.schema_arrow, pyarrow, options)
-        names = [column.name]
+        names = [column[0]]
         if options.loss_mask is not None:
             names.append(options.loss_mask.field)
         batches = file.iter_batches(BATCH_ROWS, columns=names)
         yield from pieces_of_rows(path, batches, column, options)
 
 
-def pieces_of_rows(path: Path, batches: Iterable[Any], column: Column, options: ReadOptions) -> Iterator[TokenArray]:
+def pieces_of_rows(path: Path, batches: Iterable[Any], column: tuple[str, Kind], options: ReadOptions) -> Iterator[TokenArray]:
     """The same of pyarrow's batches of rows."""
-    row = 0
+    row, (name, kind) = 0, column
     for batch in batches:
-        array = batch.column(column.name)
-        if column.kind == "text":  # strings of any kind, or a dictionary
+        array = batch.column(name)
+        if kind == "text":  # strings of any kind, or a dictionary
             array = array.cast("large_string")
         where = f"{path}: rows {row} to {row + len(array) - 1}"
         if array.null_count:
-            raise damaged(where, f"{column.name} is null in one", "remove such rows")
-        contents: Any = array.to_pylist() if column.kind == "text" else _tokens(where, array, options.tokenizer)
+            raise damaged(where, f"{name} is null in one", "remove such rows")
+        contents: Any = array.to_pylist() if kind == "text" else _tokens(where, array, options.tokenizer)
         masks = [None] * len(array)
         if options.loss_mask is not None:
             batch.column(options.loss_mask.field).validate(full=True)
@@ -268,19 +261,12 @@ def compressed_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     if path.suffix.lower() == ".gz":
         try:
             with gzip.open(path) as lines:
-                yield from pieces_of_lines(path, _short_lines(path, lines), options)
+                yield from pieces_of_lines(path, lines, options)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise damaged(path, f"is not a whole gzip file ({error})") from error
     else:  # the package zstandard takes a file that was cut for a whole one
         with pyarrow_for(path, "zstandard") as pyarrow, pyarrow.input_stream(str(path), "zstd") as stream:
-            yield from pieces_of_lines(path, _short_lines(path, io.BufferedReader(stream)), options)
-
-
-def _short_lines(path: Path, lines: Any) -> Iterator[bytes]:
-    while line := lines.readline(LONGEST_LINE):
-        if len(line) == LONGEST_LINE:
-            raise damaged(path, f"has a line of more than {LONGEST_LINE:,} bytes", "cut the document")
-        yield line
+            yield from pieces_of_lines(path, io.BufferedReader(stream), options)
 
 
 def arrow_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
@@ -297,7 +283,7 @@ def arrow_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
             batches = pyarrow.ipc.open_stream(mapped)
             schema = batches.schema
         column = find_column(path, schema, pyarrow, options)
-        yield from pieces_of_rows(path, _parts(batches, column.name), column, options)
+        yield from pieces_of_rows(path, _parts(batches, column[0]), column, options)
 
 
 def _parts(batches: Any, name: str) -> Iterator[Any]:

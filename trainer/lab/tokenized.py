@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import signal
-import stat
 import threading
 import time
 from array import array
@@ -113,16 +112,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _reader(path: str, options: ReadOptions) -> Any:
-    """What gives the documents of a file that may hold text (ids in it are copied); else None."""
-    row = FORMATS.get(format_name(Path(path), options.format))
-    return row and row.pieces
-
-
 def _tokenize_file(path: str, target: Path) -> None:
     """Write a file's tokens, and their index."""
     lengths = array("q")
-    pieces, vocab_size = _reader(path, _options), _options.tokenizer.vocab_size
+    pieces: Any = FORMATS[format_name(Path(path), _options.format)].pieces  # see `is_copied`
+    vocab_size = _options.tokenizer.vocab_size
     if _options.loss_mask is not None:
         pieces, vocab_size = _options.loss_mask.pieces, 2 * vocab_size
     dtype = next(np.dtype(name) for name, bits in DTYPE_BITS.items() if vocab_size <= 1 << bits)
@@ -133,7 +127,7 @@ def _tokenize_file(path: str, target: Path) -> None:
             lengths.append(len(piece))
             file.write(piece.astype(dtype).tobytes())
     if not lengths:
-        raise UserError(path, "has no documents", "remove the file")
+        raise damaged(path, "has no documents", "remove the file")
     write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
 
 
@@ -147,14 +141,12 @@ def _documents(pieces: Iterator[Any], path: str) -> Iterator[Any]:
 
 
 def _is_whole(tokens: Path) -> bool:
-    """Whether tokens and their index are there, are no links, and fit each other."""
-    index = tokens.with_suffix(".idx")
+    """Whether tokens and their index are there, and fit each other."""
     try:
-        is_plain = all(stat.S_ISREG(each.lstat().st_mode) for each in (tokens, index))
-        read_index(index, tokens.stat().st_size)
+        read_index(tokens.with_suffix(".idx"), tokens.stat().st_size)
     except (OSError, ValueError):
         return False
-    return is_plain
+    return True
 
 
 class Stopped(Exception):
@@ -206,7 +198,7 @@ def tokenize_source(
             raise Stopped
 
     def is_made() -> bool:
-        return not place.is_symlink() and all(_is_whole(place / name) for name in names.values())
+        return all(_is_whole(place / name) for name in names.values())
 
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -239,8 +231,6 @@ def _make(place: Path, names: Mapping[str, str], options: ReadOptions, look: Cal
         logger.warning("%s is damaged: it is made again", place)
         discard(place)
     making = place.with_suffix(".making")
-    if making.is_symlink():  # to where nothing is to be written
-        making.unlink()
     making.mkdir(exist_ok=True)
     remove_leftovers(making)  # of a write that was killed
     files = {path: making / name for path, name in names.items()}

@@ -18,9 +18,10 @@ from trainer.data import tokenizer
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
-# Text with every byte that UTF-8 may have, in the form that nearly all text has.
+# Text with every byte that UTF-8 may have, in the form that nearly all text has; and with space
+# where a tokenizer may drop or join it.
 _CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)])
-PROBE = unicodedata.normalize("NFC", "".join(_CHARACTERS))
+PROBE = f"\t{unicodedata.normalize('NFC', ''.join(_CHARACTERS))}\r\n  "
 
 
 class HuggingFaceTokenizer(Tokenizer):

@@ -8,7 +8,7 @@ and written beside the corpus's place, which is renamed at the end.
 from __future__ import annotations
 
 import codecs
-import glob
+import filecmp
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -26,13 +26,14 @@ from typing import Any, cast
 
 from trainer.arrays import keyed_generator
 from trainer.data.formats import FORMATS, index_suffixes, suffixes
-from trainer.data.layout import find_files
+from trainer.data.layout import find_files, fixed_part
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
 from trainer.wording import counted, few, printable
 
 MANIFEST_NAME = "manifest.json"
 MIN_STREAM_BYTES = 65_536
+LONGEST_NAME = 200  # bytes, of the 255 that a file's name may have
 MAX_FILE_BYTES = 64 * 2**20
 MISC = "misc"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -131,7 +132,7 @@ def _size(documents: Sequence[Document]) -> int:
 
 
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
-    """One stream per directory; one with less than `min_bytes` joins its parent.
+    """One stream per directory; one with less than `min_bytes`, or a name too long, joins its parent.
 
     Top directories below `min_bytes` form the stream `misc`. Streams are named after the directory,
     with dots: `numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs.
@@ -143,7 +144,7 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
     deepest = max((len(parts) for parts in by_directory), default=0)
     for depth in range(deepest, 0, -1):
         for parts in sorted(key for key in by_directory if len(key) == depth):
-            if _size(by_directory[parts]) < min_bytes:
+            if _size(by_directory[parts]) < min_bytes or len(".".join(parts).encode()) > LONGEST_NAME:
                 small = by_directory.pop(parts)
                 by_directory.setdefault(parts[:-1], []).extend(small)
     streams: Streams = {}
@@ -202,7 +203,8 @@ def write_corpus(
         write_file(new / MANIFEST_NAME, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         if out.exists() and any(out.iterdir()):
             is_equal = _written(out) == manifest
-            if is_equal and all(_digest(out / name) == each for name, each in manifest["streams"].items()):
+            _, *others = filecmp.cmpfiles(new, out, manifest["streams"], shallow=False)
+            if is_equal and not any(others):
                 return manifest
             if not force:
                 what = "a damaged" if is_equal else "another"
@@ -227,13 +229,6 @@ def _written(out: Path) -> dict[str, Any]:
         problem = f"holds {few(sorted(others))}, no part of the corpus"
         raise UserError(str(out), problem, "move it away, or name another directory")
     return manifest
-
-
-def _digest(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_stream(path: Path, documents: Sequence[Document]) -> str:
@@ -263,7 +258,7 @@ def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: boo
         candidates: list[Candidate] = []
         others = {*suffixes(), *index_suffixes()}.difference(FORMATS["text"].suffixes)
         for source, path in _files(name, patterns).items():
-            if out.absolute() in path.parents:
+            if Path(os.path.abspath(out)) in path.parents:
                 continue
             suffix = path.suffix.lower()
             if suffix in others:
@@ -286,23 +281,15 @@ def _files(modality: str, patterns: Sequence[str]) -> dict[str, Path]:
     files: set[Path] = set()
     globs = [os.path.expanduser(pattern) for pattern in patterns]
     for pattern in globs:
-        matched = [Path(path).absolute() for path in find_files(pattern)]
+        matched = [Path(os.path.abspath(path)) for path in find_files(pattern)]
         if not matched:
             fix = f"write '{Path(pattern)}/**/*'" if Path(pattern).is_dir() else "check it with ls"
             raise UserError(f"--modality {modality}", f"the glob {pattern!r} matches no file", fix)
         files.update(matched)
     # Not of the files: one that is added would rename the streams of others.
-    root = os.path.commonpath([os.path.abspath(_named_directory(pattern)) for pattern in globs])
+    roots = [each if each.is_dir() else each.parent for each in map(fixed_part, globs)]
+    root = os.path.commonpath(map(os.path.abspath, roots))
     return {printable(os.path.relpath(path, root)): path for path in sorted(files)}
-
-
-def _named_directory(path: str) -> str:
-    """The directory that a file lies in, or that a glob searches."""
-    if os.path.isfile(path) or not glob.has_magic(path):
-        return os.path.dirname(path) or os.curdir
-    while glob.has_magic(path):
-        path = os.path.dirname(path)
-    return path or os.curdir
 
 
 def build_pytext(out: Path, *, max_bytes: Mapping[str, int] = PYTEXT_BYTES, force: bool = False) -> dict[str, Any]:

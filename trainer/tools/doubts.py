@@ -83,7 +83,8 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
             readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
     for root, tables in readers.items():
         read = {name for table in tables for name in table.modalities or ()}
-        unread = sorted(modalities_of(Path(root)).keys() - read)
+        found = {name for name, path in modalities_of(Path(root)).items() if any(files for *_, files in os.walk(path))}
+        unread = sorted(found - read)
         if unread and all(table.modalities is not None for table in tables):
             problem = f"has modalities that no source reads: {few(unread)}"
             yield f"root {tables[0].root}", problem, "add them to modalities of a source, or a source of their own"

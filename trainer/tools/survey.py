@@ -181,6 +181,8 @@ def starter(
     """A config for the data at `paths`, and what the user should check in it; the other arguments
     are the verb's options. Raises UserError: there is nothing to train on."""
     paths = [str(Path(path).expanduser()) for path in paths]
+    if re.search("[\udc80-\udcff]", "".join(paths)):  # a byte that is not UTF-8
+        raise damaged(paths[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
     streams, where = discover(paths, format=format)
     refuse_empty(streams)
     given = {"dtype": dtype, "eod": eod, "column": column}

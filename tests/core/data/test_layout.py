@@ -40,14 +40,21 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, t
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "y.txt").touch()
     (root / "a" / "part").symlink_to(tmp_path / "scratch")
-    (root / "a" / "again").symlink_to(root / "a")  # a link to an ancestor is not followed again
+    for name in ("again", "up"):  # links to what they lie in are not followed
+        (root / "b" / name).symlink_to(root / "b" if name == "again" else root)
+    (root / "a" / ".v2").mkdir()
+    (root / "a" / ".v2" / "w.txt").touch()
+    (root / "a" / "current").symlink_to(".v2")
     (root / "c").symlink_to(tmp_path / "scratch")
     names = [stream.relative_path for stream in discover_nested(root)]
-    assert names == ["a/part/y.txt", "a/x.md", "b/deep/a.jsonl", "b/z.txt", "c/y.txt"]
-    for name, refusal in (("gone.csv", None), ("gone.txt", "gone.txt: cannot be read: No such file")):
+    assert names == ["a/current/w.txt", "a/part/y.txt", "a/x.md", "b/deep/a.jsonl", "b/z.txt", "c/y.txt"]
+    assert [Path(stream.path).name for stream in discover_direct([root / "b" / "**"])] == ["a.jsonl", "z.txt"]
+    for name, refusal in (("gone.csv", None), ("gone.txt", "gone.txt: cannot be reached")):
         (root / "a" / name).symlink_to(tmp_path / "not mounted")
         with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
             discover_nested(root)
+    with pytest.raises(UserError, match="gone.txt: cannot be reached"):
+        discover_direct([root / "a" / "*"])
 
 
 def test_direct_streams_take_their_parent_directory_as_modality(root):

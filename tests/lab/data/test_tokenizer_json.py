@@ -192,6 +192,7 @@ INEXACT = {
     "prefix_space": lambda path: trained(path, byte_level(add_prefix_space=True)),
     "removed": lambda path: trained(path, split("removed")),
     "decomposed": lambda path: trained(path, byte_level(), tokenizers.normalizers.NFD()),
+    "stripped": lambda path: trained(path, byte_level(), tokenizers.normalizers.Strip()),
     "metaspace": lambda path: spaced("metaspace").save(str(path)) or load_tokenizer(str(path)),
 }
 

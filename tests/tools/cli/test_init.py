@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,6 +147,9 @@ def test_without_out_it_prints_the_config_alone_and_the_editors_schema_lies_besi
 
 def test_what_cannot_be_one_run_is_refused(data, capsys):
     assert "nowhere: no such file or directory; check the path" in program(["init", "nowhere"], capsys).mistake
+    odd = os.fsdecode(b"d\xff")
+    Path(odd).symlink_to(data)
+    assert "d\\xff: is not a name in UTF-8" in program(["init", odd], capsys).mistake
     unheeded = program(["init", "data", "--eod", "0"], capsys)
     assert unheeded.returncode == 2
     assert unheeded.stderr.splitlines()[-1] == "eod: is 0, but there are no npy or bin files; remove it"

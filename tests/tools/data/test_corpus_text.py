@@ -88,11 +88,14 @@ def test_what_no_corpus_can_be_built_of_is_refused(name, glob, message, files, t
     assert not (tmp_path / "out").exists()
 
 
-def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(files, tmp_path):
+def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     first = build_text(out, {"notes": [f"{files}/**/*.txt"]})
     inode, before = os.stat(out).st_ino, tree(out)
     assert build_text(out, {"notes": [f"{files}/**/*.txt"]}) == first
+    monkeypatch.chdir(files)
+    for pattern in (f"{tmp_path}/**/*", "../**/*"):  # the corpus is no part of itself, however it is named
+        assert build_text(Path("../out"), {"notes": [pattern]})["skipped"] == {}
     assert os.stat(out).st_ino == inode  # the same inputs again leave it alone
     damaged = next((out / "notes").iterdir())
     damaged.write_text("")
@@ -188,9 +191,11 @@ def document(source, num_bytes):
 
 def test_a_small_directory_joins_its_parent():
     documents = [document("a/x", 60), document("a/b/x", 40), document("a/b/c/x", 30), document("a/d/x", 50)]
+    long = f"a/{'b' * 199}/x"  # no name of a file, with what is added to it
+    documents.append(document(long, 50))
     streams = group_by_directory(documents, min_bytes=50)
     assert {name: [d.source for d in members] for name, members in streams.items()} == {
-        "a": ["a/x"],
+        "a": [long, "a/x"],
         "a.b": ["a/b/c/x", "a/b/x"],
         "a.d": ["a/d/x"],
     }

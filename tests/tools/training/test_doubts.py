@@ -135,6 +135,7 @@ def test_a_file_that_two_sources_name_differently_leaks_held_out_documents_and_i
 
 def test_modalities_that_no_source_reads_are_said(config, tmp_path, caplog):
     make_corpus(tmp_path / "corpus")
+    (tmp_path / "corpus" / "empty" / "deeper").mkdir(parents=True)
     others = ("data.mixing.batch_size_by_modality={}", "ledger.capacity=4096")
     source = f'root="{tmp_path}/corpus", modalities=["a"]'
     chosen = f'data.source=[{{name="x", {source}}}]'
