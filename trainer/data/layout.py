@@ -75,7 +75,8 @@ def _files_below(directory: Path) -> list[Path]:
     for folder, names, files in os.walk(directory, followlinks=True, onerror=_refuse):
         real = os.path.realpath(folder)
         is_link = os.path.islink(folder) and folder != str(directory)
-        is_own = os.path.commonpath([real, root]) in (real, root) and not _is_ignored(PurePath(os.path.relpath(real, root)) / "_")
+        inside = PurePath(os.path.relpath(real, root), "_")
+        is_own = os.path.commonpath([real, root]) in (real, root) and not _is_ignored(inside)
         if real in seen or (is_link and is_own):
             names.clear()
             continue

@@ -228,17 +228,19 @@ def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
 def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
     """The ids of each document, tokenized while row groups are read."""
     with pyarrow_for(path, "Parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
-        column = find_column(path, file.schema_arrow, pyarrow, options)
-        names = [column[0]]
+        name, kind = find_column(path, file.schema_arrow, pyarrow, options)
+        names = [name]
         if options.loss_mask is not None:
             names.append(options.loss_mask.field)
         batches = file.iter_batches(BATCH_ROWS, columns=names)
-        yield from pieces_of_rows(path, batches, column, options)
+        yield from pieces_of_rows(path, batches, name, kind, options)
 
 
-def pieces_of_rows(path: Path, batches: Iterable[Any], column: tuple[str, Kind], options: ReadOptions) -> Iterator[TokenArray]:
-    """The same of pyarrow's batches of rows."""
-    row, (name, kind) = 0, column
+def pieces_of_rows(
+    path: Path, batches: Iterable[Any], name: str, kind: Kind, options: ReadOptions
+) -> Iterator[TokenArray]:
+    """The same of pyarrow's batches of rows, from the column `name`."""
+    row = 0
     for batch in batches:
         array = batch.column(name)
         if kind == "text":  # strings of any kind, or a dictionary
@@ -282,8 +284,8 @@ def arrow_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:
             mapped.seek(0)
             batches = pyarrow.ipc.open_stream(mapped)
             schema = batches.schema
-        column = find_column(path, schema, pyarrow, options)
-        yield from pieces_of_rows(path, _parts(batches, column[0]), column, options)
+        name, kind = find_column(path, schema, pyarrow, options)
+        yield from pieces_of_rows(path, _parts(batches, name), name, kind, options)
 
 
 def _parts(batches: Any, name: str) -> Iterator[Any]:
