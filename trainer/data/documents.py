@@ -77,7 +77,7 @@ class IdBounds:
         fix = f"set {setting}, or the dtype of a .bin, to that of the tool that made the file"
         return damaged(self.where, f"token id {token}{position} {outside}{read_as}", fix)
 
-    def check_eod(self, eod: int, key: str = "eod") -> None:
+    def check_eod(self, eod: int, key: str) -> None:
         """Refuse an end-of-document id that no file can hold."""
         if not 0 <= eod < self.num_ids:
             problem = f"{eod} is outside the vocabulary of {self.num_ids} ids ({self.tokenizer})"

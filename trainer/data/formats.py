@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -60,9 +60,9 @@ TEXT_SUFFIXES = tuple(
 @dataclass(frozen=True)
 class Format:
     suffixes: tuple[str, ...]  # ends of file names that select the format
-    load: Callable[[Path, ReadOptions], TokenTable] | None  # None: tokenizes its `pieces`
     # The keys that the user may set for such files.
     options: tuple[Literal["dtype", "eod", "text_split", "column", "loss_mask"], ...] = ()
+    load: Callable[[Path, ReadOptions], TokenTable] | None = None  # None: tokenizes its `pieces`
     # Extension of a second file that must be there too, and is not a stream of its own.
     beside: str | None = None
     # Of a format that can hold text: the ids of each document.
@@ -73,24 +73,20 @@ class Format:
     listed: Callable[[Sequence[str]], Collection[str]] | None = None
 
 
+OF_RECORDS: Final = ("column", "loss_mask")
 FORMATS: Mapping[str, Format] = {
-    "text": Format(TEXT_SUFFIXES, records.load_text, ("text_split",), pieces=records.text_pieces),
-    "jsonl": Format((".jsonl",), None, ("column", "loss_mask"), pieces=records.jsonl_pieces),
-    "npy": Format((".npy",), documents.load_npy, ("eod",)),
-    "megatron": Format((".bin",), documents.load_megatron, beside=".idx"),
-    "bin": Format((".bin",), documents.load_bin, ("dtype", "eod")),
-    "parquet": Format((".parquet",), None, ("column", "loss_mask"), pieces=records.parquet_pieces),
+    "text": Format(TEXT_SUFFIXES, ("text_split",), records.load_text, pieces=records.text_pieces),
+    "jsonl": Format((".jsonl",), OF_RECORDS, pieces=records.jsonl_pieces),
+    "npy": Format((".npy",), ("eod",), documents.load_npy),
+    "megatron": Format((".bin",), (), documents.load_megatron, beside=".idx"),
+    "bin": Format((".bin",), ("dtype", "eod"), documents.load_bin),
+    "parquet": Format((".parquet",), OF_RECORDS, pieces=records.parquet_pieces),
     "jsonl_compressed": Format(
-        (".jsonl.gz", ".jsonl.zst"),
-        None,
-        ("column", "loss_mask"),
-        pieces=records.compressed_pieces,
-        cannot_be_mapped=True,
+        (".jsonl.gz", ".jsonl.zst"), OF_RECORDS, pieces=records.compressed_pieces, cannot_be_mapped=True
     ),
     "arrow": Format(
         (".arrow",),
-        None,
-        ("column", "loss_mask"),
+        OF_RECORDS,
         pieces=records.arrow_pieces,
         cannot_be_mapped=True,
         marks=(records.SAVED, records.SPLITS),
@@ -99,19 +95,10 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-def suffixes() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(suffix for each in FORMATS.values() for suffix in each.suffixes))
-
-
-def known_suffixes() -> str:
-    """The extensions in words."""
-    others = [suffix for suffix in suffixes() if suffix not in TEXT_SUFFIXES]
-    return f".txt and others of text, {', '.join(dict.fromkeys(others))}"
-
-
-def index_suffixes() -> tuple[str, ...]:
-    """Extensions of files that only index another file."""
-    return tuple(each.beside for each in FORMATS.values() if each.beside is not None)
+SUFFIXES = tuple(dict.fromkeys(suffix for each in FORMATS.values() for suffix in each.suffixes))
+SUFFIXES_IN_WORDS = f".txt and others of text, {', '.join(SUFFIXES[len(TEXT_SUFFIXES) :])}"
+# Of files that only index another file.
+INDEX_SUFFIXES = tuple(each.beside for each in FORMATS.values() if each.beside is not None)
 
 
 def is_read_whole(path: Path | str, options: ReadOptions) -> bool:
@@ -125,9 +112,7 @@ def is_read_whole(path: Path | str, options: ReadOptions) -> bool:
 def is_copied(path: str, format: str, tokenizer: Tokenizer) -> bool:
     """Whether the tokens of a file are worth a copy: tokenizing is slow, or it cannot be mapped."""
     row = FORMATS.get(format_name(Path(path), format))
-    if row is None or row.pieces is None:
-        return False
-    return row.cannot_be_mapped or tokenizer.is_slow
+    return row is not None and row.pieces is not None and (row.cannot_be_mapped or tokenizer.is_slow)
 
 
 def takes_option(name: str, option: str) -> bool:

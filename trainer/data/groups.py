@@ -41,7 +41,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    if split == "train" and fraction == 0.0:
+    if split == "train" and fraction == 0.0:  # hashing millions of documents takes seconds
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
     return held if split == "holdout" else ~held

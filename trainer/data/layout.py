@@ -16,11 +16,11 @@ from typing import NoReturn
 from trainer.data.documents import damaged
 from trainer.data.formats import (
     FORMATS,
+    INDEX_SUFFIXES,
+    SUFFIXES,
+    SUFFIXES_IN_WORDS,
     format_name,
-    index_suffixes,
     is_import_path,
-    known_suffixes,
-    suffixes,
     takes_option,
 )
 from trainer.errors import UserError
@@ -92,16 +92,16 @@ def _refuse(error: OSError) -> NoReturn:
 
 def is_data(path: PurePath, format: str) -> bool:
     """Whether a layout reads a file, by its name below the root."""
-    is_known = format != "auto" or path.name.lower().endswith(suffixes())
-    is_other = path.suffix in index_suffixes() or path.name == "manifest.json"
+    is_known = format != "auto" or path.name.lower().endswith(SUFFIXES)
+    is_other = path.suffix in INDEX_SUFFIXES or path.name == "manifest.json"
     return is_known and not is_other and not path.name.startswith(IGNORED)
 
 
 def _may_be_meant(path: PurePath) -> bool:
     """Whether a file that is not read may be meant as data, by its name below the root."""
-    is_other = path.suffix in index_suffixes() or path.name.lower().partition(".")[0] in ABOUT_DATA
+    is_other = path.suffix in INDEX_SUFFIXES or path.name.lower().partition(".")[0] in ABOUT_DATA
     if path.name.startswith("_"):  # such as _SUCCESS
-        is_other = not path.name.lower().endswith(suffixes())
+        is_other = not path.name.lower().endswith(SUFFIXES)
     return not is_other and not _is_ignored(path)
 
 
@@ -127,7 +127,7 @@ def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> Not
     problem = "has no stream files"
     if unread:
         problem += f" (it does not read {counted(len(unread), 'file')}: {few(sorted(unread))})"
-    return NothingFound(str(where), problem, fix or f"known extensions: {known_suffixes()}")
+    return NothingFound(str(where), problem, fix or f"known extensions: {SUFFIXES_IN_WORDS}")
 
 
 def modalities_of(root: Path) -> dict[str, Path]:
@@ -210,7 +210,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         streams += [_stream(str(base / name), name, modality) for name in read]
         unread += others
     if not streams:
-        fix = f"put files into {base}/<modality>/ ({known_suffixes()})"
+        fix = f"put files into {base}/<modality>/ ({SUFFIXES_IN_WORDS})"
         fix += f', or set paths = ["{base}/*"] instead of root'
         raise _nothing_found(base, unread, fix)
     warn_unread(root, unread)

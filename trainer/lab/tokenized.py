@@ -176,9 +176,7 @@ def tokenize_source(
     if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
     Stopped."""
     data, table = plan.config.data, source.table
-    mask = None
-    if table.loss_mask is not None:
-        mask = LossMask(table.loss_mask)
+    mask = table.loss_mask and LossMask(table.loss_mask)
     options = ReadOptions.of(table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask)
     streams = [
         each for each in source.streams if not source.is_off and is_copied(each.path, table.format, plan.tokenizer)

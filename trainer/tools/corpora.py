@@ -25,7 +25,7 @@ from pydoc_data import topics
 from typing import Any, cast
 
 from trainer.arrays import keyed_generator
-from trainer.data.formats import FORMATS, index_suffixes, suffixes
+from trainer.data.formats import INDEX_SUFFIXES, SUFFIXES, TEXT_SUFFIXES
 from trainer.data.layout import find_files, fixed_part
 from trainer.errors import UserError
 from trainer.files import read_json, replacing, write_file
@@ -43,7 +43,6 @@ _PYTEXT_FILE_BYTES = 2_000_000
 # pydoc_data is the prose modality's.
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 _LICENCE_WORDS = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
-_OWN_DISTRIBUTION = "trainer"
 
 NUM_SYMBOLS = 8
 REVEALED = "ABCDEFGH"
@@ -256,7 +255,7 @@ def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: boo
             raise UserError("--modality", f"{name!r} is not a plain name", "use letters, digits, - and _")
         refused = {}
         candidates: list[Candidate] = []
-        others = {*suffixes(), *index_suffixes()}.difference(FORMATS["text"].suffixes)
+        others = {*SUFFIXES, *INDEX_SUFFIXES}.difference(TEXT_SUFFIXES)
         for source, path in _files(name, patterns).items():
             if Path(os.path.abspath(out)) in path.parents:
                 continue
@@ -336,7 +335,7 @@ def _walk(root: Path, suffixes: tuple[str, ...], prefix: str = "") -> Iterator[C
 def _prose() -> Iterator[Candidate]:
     for topic, text in topics.topics.items():
         yield f"python/topics/{topic}", text
-    seen = {_OWN_DISTRIBUTION}  # ours would change the corpus with every commit
+    seen = {"trainer"}  # ours would change the corpus with every commit
     for distribution in importlib.metadata.distributions():
         metadata = cast(Message, distribution.metadata)
         name = str(metadata["Name"]).lower()

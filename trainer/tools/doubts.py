@@ -172,17 +172,13 @@ def contents(plan: Plan) -> dict[str, Content]:
 
 def _opened(plan: Plan, source: Source) -> Content:
     cut, read, _ = reading(plan, source)
-    found = []
+    found, refuse_unfit = [], getattr(plan.tokenizer, "refuse_unfit", None)  # of series
     for stream in source.streams:  # one at a time: a mapped file keeps a descriptor
         opened = open_stream(stream, read, cut)
         found.append(opened.num_tokens())
-        if plan.config.data.features:
-            from trainer.lab.numbers import Series  # which a run of text does without
-
-            assert isinstance(plan.tokenizer, Series)
+        if refuse_unfit is not None:
             for document, length in enumerate(opened.documents.lengths.tolist()):
-                content = opened.documents.read(document, 0, length)
-                plan.tokenizer.refuse_unfit(stream.path, document, 0, content)
+                refuse_unfit(stream.path, document, 0, opened.documents.read(document, 0, length))
     sizes = np.concatenate(found)
     if not len(sizes):
         raise nothing_left(f"source {source.name}")

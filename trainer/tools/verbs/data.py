@@ -88,10 +88,9 @@ def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     for source in (*plan.sources, *plan.eval_sources):
         found = tokenize_source(plan, source, RankInfo())
         is_slow |= bool(found)
+        what = "too little to tokenize ahead"
         if found:
             what = f"tokens of {counted(len(found), 'file')} in {Path(next(iter(found.values()))).parent}"
-        else:
-            what = "too little to tokenize ahead"
         echo(f"source {source.name}: {what}", err=True)
     if not is_slow:
         problem = f"{plan.tokenizer.name!r} takes no time: runs read the files as they are"
