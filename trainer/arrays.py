@@ -29,7 +29,7 @@ def is_known(targets: Any) -> Any:
 
 
 def weights_of(targets: Any) -> Any:
-    """How much each position of targets [B, T, ...] counts, [B, T]: the number of its known values."""
+    """How much each position of targets [B, T, ...] counts, [B, T]: how many values are known."""
     known = is_known(targets)
     return known if known.ndim == 2 else known.reshape(*known.shape[:2], -1).sum(-1)
 
@@ -49,7 +49,7 @@ BLOCK = 1024
 
 
 def _digest(parts: tuple[str | int, ...], size: int) -> int:
-    # With lengths, so that no two tuples of parts give the same text, but for a number and its text.
+    # With lengths: no two tuples of parts give the same text, but for a number and its text.
     text = "\x1f".join(f"{len(str(part))}:{part}" for part in parts)
     # Names of files may hold bytes that are not UTF-8.
     data = text.encode("utf-8", "surrogateescape")

@@ -85,7 +85,7 @@ class IdBounds:
 
     def check(self, tokens: npt.NDArray[Any], begin: int) -> None:
         """Refuse the first id that is out of range; `begin`: the place of `tokens` in the file."""
-        # Viewed as unsigned, a negative id is above all of its type: a single maximum checks both ends.
+        # As unsigned, a negative id is above all others of its type: one maximum checks both ends.
         unsigned = tokens.view(f"u{tokens.dtype.itemsize}")
         if tokens.size and int(unsigned.max()) >= min(self.num_ids, np.iinfo(tokens.dtype).max + 1):
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self.num_ids))[0])
@@ -122,7 +122,7 @@ class TokenTable:
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reads documents that are more than plain ids, and makes their batches. A tokenizer may be one."""
+    """Reads documents that are not plain ids, and makes their batches. A tokenizer may be one."""
 
     @property
     def collator(self) -> type[Collator]: ...
@@ -234,7 +234,7 @@ def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
 
 
 def load_npy(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of a 1-D integer `.npy`; each keeps its end-of-document id as its last token."""
+    """The documents of a 1-D integer `.npy`; each keeps the id that ends it as its last token."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header, so a damaged one raises anything
@@ -258,7 +258,7 @@ def load_bin(path: Path, options: ReadOptions) -> TokenTable:
     except (TypeError, ValueError, SyntaxError):
         dtype = np.dtype("void")
     if dtype.kind not in "iu" or not dtype.isnative:
-        problem = f"a headerless token file needs an integer dtype, little-endian; got {options.dtype!r}"
+        problem = f"a file without a header needs an integer dtype, little-endian; got {options.dtype!r}"
         raise UserError(f"{path}: dtype", problem, 'set dtype = "uint16", or the dtype that wrote the file')
     size = path.stat().st_size
     rest = size % dtype.itemsize

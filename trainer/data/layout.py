@@ -60,7 +60,7 @@ def _is_file(path: str) -> bool:
 
 
 def _is_ignored(path: PurePath) -> bool:
-    """Whether it is hidden, or in such a directory. Files like `__init__.py` are not read, but seen."""
+    """Whether it is hidden, or in an `IGNORED` directory. `__init__.py` is not read, but seen."""
     return path.name.startswith(".") or any(part.startswith(IGNORED) and part != ".." for part in path.parts[:-1])
 
 
@@ -87,7 +87,7 @@ def _files_below(directory: Path) -> list[Path]:
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise damaged(str(error.filename), f"cannot be read: {error.strerror}", "allow it, or remove it")
+    raise damaged(error.filename, f"cannot be read: {error.strerror}", "allow it, or remove it")
 
 
 def is_data(path: PurePath, format: str) -> bool:
@@ -173,7 +173,7 @@ def _stream(path: str, relative_path: str, modality: str) -> Stream:
 
 
 def numbered(streams: Collection[Stream], named: Set[str] = frozenset()) -> list[Stream]:
-    """The streams by relative path, alike on every machine; of unlisted files those `named` alone."""
+    """The streams by relative path, alike everywhere; of unlisted files those `named` alone."""
     for row in FORMATS.values():
         own = [each.path for each in streams if row.listed and each.path.endswith(row.suffixes)]
         if row.listed is not None and own:
@@ -191,7 +191,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     """
     base = Path(root)
     if not base.is_dir():
-        fix = f"make it (train data build pytext --out {root}, or train data build text), or set root"
+        fix = f"make it (train data build pytext --out {root}, or build text), or set root"
         raise UserError(str(root), "no such directory", fix)
     directories = modalities_of(base)
     streams: list[Stream] = []
@@ -245,7 +245,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
         if not read:
             if os.path.isdir(text):
                 fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
-                raise UserError(str(given), "is a directory, and only files and globs can be listed", fix)
+                raise UserError(str(given), "is a directory; only files and globs can be listed", fix)
             if not glob.has_magic(text) and not os.path.exists(text):
                 raise UserError(str(given), "no such file or directory", "check the path")
             raise _nothing_found(given, others)

@@ -1,9 +1,9 @@
-"""Formats that hold text: raw text, JSON lines, plain or compressed by gzip or zstandard, Parquet, and
-Arrow files in its stream or its file format, also in directories by Hugging Face's `save_to_disk`.
+"""Formats that hold text: raw text; JSON lines, plain or compressed by gzip or zstandard; Parquet;
+and Arrow's stream and file format, also in directories by Hugging Face's `save_to_disk`.
 
-All but raw text have one document per line or row, as `text` or as `tokens` (ids), or as either in a
-column that is named. Parquet, Arrow and zstandard need the extra `parquet` (pyarrow). Files are read
-from beginning to end, in bounded memory.
+All but raw text have one document per line or row, as `text` or as `tokens` (ids), or as either in
+a column that is named. Parquet, Arrow and zstandard need the extra `parquet` (pyarrow). Files are
+read from beginning to end, a batch at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+(?:[ \t\r]+\Z)?")  # also without t
 BATCH = 1 << 20  # bytes of lines that are tokenized together
 BATCH_ROWS = 1024  # likewise
 COLUMNS = ("text", "tokens")
-Found = tuple[str, str | TokenArray, Any]  # its place, a document, and which of its tokens are trained
+Found = tuple[str, str | TokenArray, Any]  # place, document, and which of its tokens are trained
 ARROW_FILE, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 # What `save_to_disk` writes beside its files, and above the directories of splits.
 SAVED, SPLITS = "state.json", "dataset_dict.json"
@@ -101,7 +101,7 @@ def load_text(path: Path, options: ReadOptions) -> TokenTable:
 
 
 def document_of(line: bytes, where: str, options: ReadOptions) -> tuple[str | list[int], Any]:
-    """The text of a line, or its ids, and which are trained, as the record says; see `ReadOptions`."""
+    """The text of a line or its ids, and which are trained by its `loss_mask`."""
     column, mask = options.column, None
     try:
         record = json.loads(line.decode("utf-8-sig"))
@@ -297,7 +297,7 @@ def _parts(batches: Any, name: str) -> Iterator[Any]:
 
 
 def files_of_data_sets(paths: Sequence[str]) -> list[str]:
-    """Those of Arrow files that the lists in their directories name: others there are caches, copies.
+    """Those of Arrow files that the lists in their directories name; others there are caches.
 
     Raises UserError: one is missing, or they are of several splits of a data set.
     """
@@ -317,6 +317,6 @@ def files_of_data_sets(paths: Sequence[str]) -> list[str]:
                 raise damaged(folder / SAVED, f"does not list the files of a data set ({error!r})") from error
             lost = sorted(name for name in names if not (folder / name).is_file())
             if lost:
-                raise damaged(folder, f"lacks {few(lost)}, which its {SAVED} lists", "copy it again")
-            found -= {path for path in paths if Path(path).parent == folder and Path(path).name not in names}
+                raise damaged(folder, f"lacks {few(lost)}, which its {SAVED} lists", "copy it")
+            found -= {str(path) for path in map(Path, paths) if path.parent == folder and path.name not in names}
     return [*found]

@@ -1,4 +1,4 @@
-"""Shards of a model (`trainer.training.Models`): each rank holds rows of its tensors (FSDP2, HSDP)."""
+"""Shards of a model (`trainer.training.Models`): ranks hold rows of its tensors (FSDP2, HSDP)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sharded(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         config, units = self._config, shard_units(model)
-        if config.objective.chunk_tokens:  # the loss uses the output layer after the model's forward
+        if config.objective.chunk_tokens:  # the loss uses the output layer after the forward
             head = output_layer(model)
             units = [unit for unit in units if head not in unit.modules()]
         if config.model.target is None:
@@ -147,6 +147,6 @@ def output_layer(model: nn.Module) -> nn.Linear:
     getter = getattr(model, "get_output_embeddings", None)
     layer = getattr(model, "head", None) if getter is None else getter()
     if not isinstance(layer, nn.Linear):
-        problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
+        problem = f"its output layer is not known ({type(model).__name__} has no nn.Linear named head)"
         raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
     return layer

@@ -56,9 +56,9 @@ POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
 def tokenize_files(files: Mapping[str, Path], options: ReadOptions, *, workers: int, look: Callable[[], None]) -> None:
     """Write the tokens of the files that have none yet, in a pool of processes.
 
-    `files`: path -> the `.bin` to write; its index is last. `look` is called once a second at least;
-    every half minute a line says how far it is. Raises UserError: a file is damaged. What was
-    finished stays.
+    `files`: path -> the `.bin` to write; its index is last. `look` is called at least once a
+    second; every half minute a line says how far it is. Raises UserError: a file is damaged. What
+    was finished stays.
     """
     sizes = {path: os.path.getsize(path) for path in files}
     missing = [path for path, target in files.items() if not _is_whole(target)]
@@ -154,7 +154,7 @@ class Stopped(Exception):
 
 
 def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None:
-    """The plan, with the tokens of its text in mapped files; None: stopped. Else as `tokenize_source`."""
+    """The plan with the tokens of its text in mapped files; None: stopped. See `tokenize_source`."""
     if multiprocessing.current_process().daemon:  # which may start no processes
         return plan  # it reads the text itself
 
@@ -201,7 +201,8 @@ def tokenize_source(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with open_plain(place.with_suffix(".lock"), "ab") as lock:
-            waits_until = time.monotonic() + (HEAD_START_SEC if info.local_rank else 0)  # the first rank speaks
+            # The first rank begins: it alone logs.
+            waits_until = time.monotonic() + HEAD_START_SEC * (info.local_rank > 0)
             has_said = False
             while not is_made():
                 if time.monotonic() >= waits_until:
@@ -254,7 +255,7 @@ def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     longest = int(lengths.max(initial=0))
     if longest >= 1 << 31:
-        raise damaged(path, f"a document of {longest:,} tokens is too long for it", "cut the document")
+        raise damaged(path, f"a document of {longest:,} tokens is too long", "cut the document")
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
     documents = np.arange(len(lengths) + 1, dtype="<i8")

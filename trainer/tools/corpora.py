@@ -131,7 +131,7 @@ def _size(documents: Sequence[Document]) -> int:
 
 
 def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Streams:
-    """One stream per directory; one with less than `min_bytes`, or a name too long, joins its parent.
+    """One stream per directory; one below `min_bytes`, or of too long a name, joins its parent.
 
     Top directories below `min_bytes` form the stream `misc`. Streams are named after the directory,
     with dots: `numpy.linalg`, without `_` or `.` at its beginning, which hide a file from runs.
@@ -207,7 +207,7 @@ def write_corpus(
                 return manifest
             if not force:
                 what = "a damaged" if is_equal else "another"
-                raise UserError(str(out), f"holds {what} corpus", "use another directory, or --force")
+                raise UserError(str(out), f"holds {what} corpus", "name another, or --force")
         # Two renames: for a moment there is no corpus, but never half of one.
         if out.exists():
             out.rename(old)

@@ -57,11 +57,11 @@ Sums = dict[int, tuple[Document, float, float]]  # group id -> the document, its
 
 @dataclass(frozen=True)
 class Sample:
-    """The documents that were drawn, and what is an independent draw of each: itself, or its file."""
+    """The documents that were drawn, and what was drawn independently: each, or its file."""
 
-    units: Mapping[int, int]  # group id -> the document, or the drawn file that it is in; from 0; empty: all groups
+    units: Mapping[int, int]  # group id -> the document, or its file, from 0; empty: all groups
     num_units: int
-    share: float  # of all documents; 0 where only some files were looked at, or documents read to a depth
+    share: float  # of all documents; 0: of some files alone, or only read to a depth
     weight: float = 1.0  # of the loss of a token in the loss
     names: Mapping[int, Document] = field(default_factory=dict)  # group id -> what was copied
 
@@ -73,8 +73,8 @@ class Sample:
 
 
 class DocumentLosses(EvalRider):
-    """The loss of each document of a set: for the record, and for the error of a sample's loss. It is
-    the cross-entropy, or what replaces that."""
+    """The loss of each document of a set: for the record, and for the error of a sample's loss. It
+    is the cross-entropy, or what replaces that."""
 
     def __init__(self, name: str, sample: Sample | None) -> None:
         self.key = f"eval/{name}/loss" if name else "eval_loss"
@@ -108,8 +108,8 @@ class DocumentLosses(EvalRider):
         self._waiting.append((groups, sums))
 
     def _own_groups(self, micro: MicroBatch) -> list[int]:
-        """The groups of the user's own rows. A row of none is a document, of a number below -1 that no
-        other rank has."""
+        """The groups of the user's own rows. A row of none is a document, of a number below -1 that
+        no other rank has."""
         groups = (micro.carry or Carry.of_no_group(len(micro.targets))).group_ids
         rank, world_size = self._info.rank, self._info.world_size
         alone = -2 - rank - world_size * (self._num_rows + np.arange(len(groups)))
@@ -140,7 +140,7 @@ class DocumentLosses(EvalRider):
             yield json.dumps(strict({**where, "tokens": int(tokens), "nats": nats}), allow_nan=False) + "\n"
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
-        """Take in the losses of all ranks, for `lines`; the error of the sample's, if it is known and not 0."""
+        """Take in the losses of all ranks, for `lines`; the error of a sample's, if it is above 0."""
         for part in by_rank:  # all ranks have one, or the evaluation is off
             self.found |= part
         error = None if self._sample is None else self._guard.run(self._error, self._sample)
@@ -175,8 +175,8 @@ def _record_losses(run_dir: RunDir, step: int, sets: Sequence[EvalSet]) -> None:
 def draw_sample(
     plan: Plan, name: str, read: Mapping[ShardSource, Source], info: RankInfo, num_batches: int, runs: int
 ) -> tuple[str, list[ShardSource], Sample | None]:
-    """How much of a set is read, in words, the data sets of that, and the documents drawn; None: all
-    is read. Equal on all ranks and at every resume.
+    """How much of a set is read, in words, the data sets of that, and the documents drawn; None:
+    all is read. Equal on all ranks and at every resume.
 
     Args:
         read: the data sets of whole sources.
@@ -191,7 +191,7 @@ def draw_sample(
         budget //= 2
     if num_batches:
         budget, runs = num_batches * rows * plan.facts.data_shards, 1
-    generator = keyed_generator("evaluation", name)  # not by run.seed: runs are compared on the same documents
+    generator = keyed_generator("evaluation", name)  # not by run.seed: runs read the same documents
     files = [(dataset, stream) for dataset in read for stream in dataset.streams]
     size = sum(file_bytes(stream) for _, stream in files)
     # Counting opens the files, which takes long for a large set: only the first of a keyed order.

@@ -71,7 +71,7 @@ def guess(streams: Sequence[Stream], options: ReadOptions) -> tuple[Kind, list[s
             raise UserError("dtype", problem, "give the type of its ids, such as --dtype uint16")
     if len(examples) > 1:
         problem = f"is text, and {examples['ids']} holds token ids: a run reads only one of the two"
-        raise UserError(examples["text"], problem, "name the files of one kind, with a glob in quotes")
+        raise UserError(examples["text"], problem, "name those of one kind, with a glob in quotes")
     return next(iter(examples)), sorted(formats)
 
 
