@@ -40,8 +40,8 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, t
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "y.txt").touch()
     (root / "a" / "part").symlink_to(tmp_path / "scratch")
-    for name in ("again", "up"):  # links to what they lie in are not followed
-        (root / "b" / name).symlink_to(root / "b" if name == "again" else root)
+    (root / "b" / "again").symlink_to(root / "b")  # links to what they lie in are not followed
+    (root / "a" / "up").symlink_to(root)
     (root / "a" / ".v2").mkdir()
     (root / "a" / ".v2" / "w.txt").touch()
     (root / "a" / "current").symlink_to(".v2")
@@ -73,7 +73,8 @@ def test_a_file_has_one_name_however_its_path_is_spelled(root, monkeypatch):
             (each, True) for each in wanted
         ]
     monkeypatch.setattr("trainer.data.layout.find_files", lambda text: [text])
-    monkeypatch.setattr("os.path.isfile", lambda path: path == "/x.txt")
+    for question in ("isfile", "exists"):
+        monkeypatch.setattr(f"os.path.{question}", lambda path: path == "/x.txt")
     assert [stream.modality for stream in discover_direct(["/x.txt"])] == ["root"]
     monkeypatch.undo()
     monkeypatch.chdir(root / "a")  # outside, by any spelling
