@@ -168,7 +168,7 @@ def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
         problem = f"cannot be read ({error.strerror or error}"
         if error.filename and str(error.filename) != str(path):
             problem += f": {error.filename}"
-        raise damaged(path, f"{problem})", "check the path and its mode") from error
+        raise damaged(path, f"{problem})", "check the path, its mode, and the room in TMPDIR") from error
     if not table.num_documents:
         raise damaged(path, "has no documents", "remove the file")
     return table

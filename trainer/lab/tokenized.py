@@ -66,6 +66,7 @@ def tokenize_files(files: Mapping[str, Path], options: ReadOptions, *, workers: 
     done = total - sum(sizes[path] for path in missing)
     # With fewer files than processes, each has the tokenizer's threads.
     settings = (options, len(missing) < workers)
+    others = {*multiprocessing.active_children()}
     # Not forked: a process that has run torch's or a tokenizer's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=settings) as pool:
@@ -83,7 +84,7 @@ def tokenize_files(files: Mapping[str, Path], options: ReadOptions, *, workers: 
                     logger.info("tokenizing, in MB: %.0f of %.0f: %s", done / 1e6, total / 1e6, printable(last))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():  # their work is not worth waiting for
+            for process in {*multiprocessing.active_children()} - others:  # not worth waiting for
                 process.terminate()
             if isinstance(error, BrokenExecutor):
                 problem = "a process ended in the middle of its work, perhaps for want of memory"
