@@ -49,9 +49,8 @@ class Fingerprint:
     def __post_init__(self) -> None:
         """Raises an error of any kind for what a damaged checkpoint may say."""
         marks = [mark for files in self.sources.values() for mark in files.values()]
-        if {type(self.tokenizer), *map(type, marks)} != {str} or self.blocks not in range(
-            FEWEST_BLOCKS, MOST_BLOCKS + 1
-        ):
+        allowed = range(FEWEST_BLOCKS, MOST_BLOCKS + 1)
+        if {type(self.tokenizer), *map(type, marks)} != {str} or self.blocks not in allowed:
             raise ValueError("not a fingerprint")
 
 

@@ -34,9 +34,8 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
         raise damaged(where, f"returned a {type(table).__name__}", fix)
     parts = map(np.asarray, (table.tokens, table.starts, table.lengths))
     tokens, starts, lengths = (each if each.size else each.astype(np.int64) for each in parts)
-    if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or not (
-        tokens.ndim == starts.ndim == 1 and starts.shape == lengths.shape
-    ):
+    shapes_fit = tokens.ndim == starts.ndim == 1 and starts.shape == lengths.shape
+    if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or not shapes_fit:
         raise damaged(where, "tokens, starts and lengths must be integers", "return arrays [N], [D] and [D]")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     tokens = tokens.astype(tokens.dtype.newbyteorder("="), copy=False)

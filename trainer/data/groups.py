@@ -90,8 +90,7 @@ class CutOptions(Options):
 
 
 def build_groups(lengths: Ints, kept: Ints, relative_path: str, cut: CutOptions) -> GroupTable:
-    """Cut the `kept` documents of a stream, ascending, into groups; those without tokens are
-    skipped.
+    """Cut the `kept` documents of a stream, ascending, into groups, but for empty ones.
 
     `lengths`: tokens of every document of the stream, int64 [num_documents].
     """

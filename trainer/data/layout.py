@@ -65,8 +65,7 @@ def _is_ignored(path: PurePath) -> bool:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """The files in a directory and in those below it, each of which is entered once, but for
-    `IGNORED` ones.
+    """The files in a directory and in those below it, each entered once, but for `IGNORED` ones.
 
     A link to a directory that it lies in, or to what is found anyway, is not followed. Raises
     UserError: a directory cannot be read.

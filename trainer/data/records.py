@@ -221,8 +221,7 @@ def _tokens(where: str, array: Any, tokenizer: Tokenizer) -> list[TokenArray]:
     ids = values.to_numpy(zero_copy_only=False)
     IdBounds.of(where, tokenizer).check(ids, 0)
     ends = np.cumsum(list_value_length(array).to_numpy(zero_copy_only=False))
-    pieces: list[TokenArray] = np.split(ids, ends[:-1])
-    return pieces
+    return list(np.split(ids, ends[:-1]))
 
 
 def parquet_pieces(path: Path, options: ReadOptions) -> Iterator[TokenArray]:

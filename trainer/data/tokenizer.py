@@ -28,11 +28,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Ints:
         """The ids of a text, without any beginning or end mark, int64 [n]."""
-        ...
 
     def decode(self, ids: Ints) -> str:
         """The text of some ids, without the beginning mark."""
-        ...
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:

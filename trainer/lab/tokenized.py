@@ -173,9 +173,8 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 def tokenize_source(
     plan: Plan, source: Source, info: RankInfo, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
-    """The file with the tokens of each of the source's text files, made unless they are there; none
-    if it has little text. Raises UserError: a file is damaged, or the cache cannot be used;
-    Stopped."""
+    """The file with the tokens of each text file, made unless it is there; none if there is little
+    text. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
     data, table = plan.config.data, source.table
     mask = table.loss_mask and LossMask(table.loss_mask)
     options = ReadOptions.of(table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask)

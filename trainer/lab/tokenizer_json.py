@@ -100,8 +100,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Ints) -> str:
         """The text of the ids below the vocabulary."""
         known = [int(i) for i in ids if 0 <= i < self.bos_id]
-        text: str = self.words.decode(known, skip_special_tokens=False)
-        return text
+        return str(self.words.decode(known, skip_special_tokens=False))
 
     def token_bytes(self) -> tuple[npt.NDArray[np.int32] | None, str]:
         """See `trainer.data.tokenizer.token_bytes`."""

@@ -112,10 +112,9 @@ def check_all(
 ) -> tuple[list[Document], dict[str, str]]:
     """The candidates of the modality `what` that are text, by source, each once; and why others
     are none. `forbidden`: strings that must not enter the corpus, such as this machine's paths."""
-    ordered = sorted(candidates, key=lambda candidate: candidate[0])
     skipped: dict[str, str] = {}
     documents: dict[str, Document] = {}
-    for source, place in ordered:
+    for source, place in sorted(candidates, key=lambda candidate: candidate[0]):
         found = _checked(source, place, max_bytes, forbidden)
         if isinstance(found, Document) and found.digest in documents:
             found = f"a copy: of {documents[found.digest].source}"
@@ -147,19 +146,15 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
                 small = by_directory.pop(parts)
                 by_directory.setdefault(parts[:-1], []).extend(small)
     streams: Streams = {}
-    for parts in sorted(key for key in by_directory if key):
-        streams.setdefault(".".join(parts).lstrip("._") or MISC, []).extend(by_directory[parts])
-    left_over = by_directory.get((), [])
-    if left_over:
-        streams.setdefault(MISC, []).extend(left_over)
+    for parts, members in by_directory.items():
+        streams.setdefault(".".join(parts).lstrip("._") or MISC, []).extend(members)
     return {name: sorted(streams[name], key=lambda each: each.source) for name in sorted(streams)}
 
 
 def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int) -> Streams:
     """At most `max_bytes` of text, in even shares; what small streams leave goes to the others.
 
-    Within a stream documents are considered in the order of the SHA-256 of their source, and those
-    that fit are taken.
+    Of a stream those documents are taken that fit, in the order of the SHA-256 of their source.
     """
     chosen: Streams = {}
     left = max_bytes
@@ -181,8 +176,7 @@ def cap_evenly(streams: Mapping[str, Sequence[Document]], max_bytes: int) -> Str
 def write_corpus(
     out: Path, modalities: Mapping[str, Streams], skipped: Mapping[str, str], *, force: bool
 ) -> dict[str, Any]:
-    """Write `out/<modality>/<stream>.jsonl`, one document per line, and a manifest, which is
-    returned.
+    """Write `out/<modality>/<stream>.jsonl`, one document per line, and the manifest returned.
 
     An equal corpus that is there is left untouched. Raises UserError: `out` holds another one, or a
     damaged one, and `force` is not given, or it holds files that are no part of one.
@@ -319,8 +313,8 @@ def _package(name: str) -> Path:
     """The directory of an installed package, which is not imported."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(next(iter(spec.submodule_search_locations)))
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], prefix: str = "") -> Iterator[Candidate]:
@@ -363,14 +357,11 @@ def build_key_recall(
     """Write a corpus that can only be learned with carried state, as `out/recall/stream<k>.jsonl`.
 
     A group is a document of `cells` cells of `seq_len` bytes, each ending in a newline. Its first
-    cell reveals two of eight symbols, drawn independently; every later cell asks for both. With 6
-    bytes per cell:
+    cell reveals two of eight symbols, drawn independently; every later cell asks for both
+    (docs/ledger.md). With 6 bytes per cell:
 
         <CF>.        the symbols are 2 (C) and 5 (F)
-        a2b5.        asked for the first symbol: 2; for the second: 5
-        a2b5.        ...
-
-    The answers alone are digits, which cost ln 8 nats each without carried state (docs/ledger.md).
+        a2b5.        asked for the first symbol: 2; for the second: 5; and so on
 
     `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5;
     train with this `data.seq_len`. Raises UserError: fewer groups than streams.

@@ -56,9 +56,8 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
 
 
 def guess(streams: Sequence[Stream], options: ReadOptions) -> tuple[Kind, list[str]]:
-    """Whether the files hold text or token ids, by the format and first record of each; their
-    formats. Raises UserError: text is mixed with ids, a headerless file has no dtype, or it cannot
-    be read."""
+    """Whether the files hold text or token ids, by the format and first record of each; and their
+    formats. Raises UserError: both are mixed, a file has no dtype, or it cannot be read."""
     examples: dict[Kind, str] = {}
     formats = set()
     for stream in streams:
@@ -76,15 +75,14 @@ def guess(streams: Sequence[Stream], options: ReadOptions) -> tuple[Kind, list[s
 
 
 def look(streams: Sequence[Stream], options: ReadOptions) -> tuple[list[Ints], int]:
-    """Read the streams once: tokens of each document, by stream; the largest id of `ids`.
+    """Read the streams once: tokens of each document, by stream; the largest id.
     Raises UserError: a file cannot be read or is damaged."""
     lengths: list[Ints] = []
     largest = 0
     for stream in streams:
         documents = load_documents(stream.path, options)
         lengths.append(documents.lengths)
-        if isinstance(options.tokenizer, IdsTokenizer):
-            largest = max(largest, int(documents.tokens.max(initial=0)))
+        largest = max(largest, int(documents.tokens.max(initial=0)))
     return lengths, largest
 
 
@@ -96,8 +94,7 @@ def not_text(streams: Sequence[Stream], format: str) -> list[str]:
         if format_name(Path(stream.path), format) == "text":
             with open(stream.path, "rb") as file:
                 content = file.read(MAX_FILE_BYTES)
-            why = why_not_text(content, is_whole=len(content) < MAX_FILE_BYTES)
-            if why:
+            if why := why_not_text(content, is_whole=len(content) < MAX_FILE_BYTES):
                 found.append(f"{stream.relative_path} ({why})")
     return found
 

@@ -26,8 +26,7 @@ app.add_typer(build_app, name="build")
 app.add_typer(synth_app, name="synth")
 
 OutOption = Annotated[str, Option(help="Directory of the corpus.", metavar="DIR")]
-# Columns of the table of rows.
-SHOWN = ("source", "stream", "documents", "cell", "tokens")
+SHOWN = ("source", "stream", "documents", "cell", "tokens")  # columns of the table of rows
 
 
 @build_app.command()
