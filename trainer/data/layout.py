@@ -189,10 +189,13 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     extension, a named format every file but those of `is_data`.
     """
     base = Path(root)
-    if not base.is_dir():
+    try:
+        directories = modalities_of(base)
+    except (FileNotFoundError, NotADirectoryError):
         fix = f"make it (train data build pytext --out {root}, or build text), or set root"
-        raise UserError(str(root), "no such directory", fix)
-    directories = modalities_of(base)
+        raise UserError(str(root), "no such directory", fix) from None
+    except OSError as error:
+        _refuse(error)
     streams: list[Stream] = []
     unread: list[str] = []
     if modalities is None:  # files in the root itself are of no modality

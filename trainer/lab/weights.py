@@ -47,8 +47,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def share(tensors: dict[str, Tensor], shared: object) -> None:
-    """Add tensors that are stored under another name: `shared`, names by name. Raises ValueError:
-    it is anything else."""
+    """Add tensors that are stored under another name: `shared`, names by name; else a ValueError."""
     if not isinstance(shared, dict):
         raise ValueError("shared tensors are not named by others")
     stored = dict(tensors)

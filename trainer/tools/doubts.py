@@ -135,8 +135,8 @@ MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 
 
 def model_bytes(plan: Plan, trained: int, frozen: int) -> dict[str, int]:
-    """Bytes of a rank's weights, gradients and optimizer, which of the user's own is left out; in a
-    sharded model, of its shards alone. Of so many `trained` and `frozen` numbers."""
+    """Bytes of a rank's weights, gradients and optimizer (not of the user's own), of so many
+    `trained` and `frozen` parameters; of a sharded model, those of its shards."""
     shards = plan.layout.shards if plan.layout is not None else 1
     held = -(-trained // shards)
     found = {"weights": 4 * held + 4 * -(-frozen // shards), "gradients": 4 * held}

@@ -108,8 +108,7 @@ class DocumentLosses(EvalRider):
         self._waiting.append((groups, sums))
 
     def _own_groups(self, micro: MicroBatch) -> list[int]:
-        """The groups of the user's own rows. A row of none is a document, of a number below -1 that
-        no other rank has."""
+        """The groups of the user's own rows; of a row of none, a number below -1 of its own."""
         groups = (micro.carry or Carry.of_no_group(len(micro.targets))).group_ids
         rank, world_size = self._info.rank, self._info.world_size
         alone = -2 - rank - world_size * (self._num_rows + np.arange(len(groups)))
@@ -248,8 +247,7 @@ def _copied(
     drawn: Sequence[tuple[ShardSource, Stream, int]],
     depth: int,
 ) -> tuple[list[ShardSource], list[int]]:
-    """Data sets of copies of the documents (data set, stream, number), in that order, and their
-    group ids.
+    """Data sets of copies of the documents (data set, stream, number), and their ids in order.
 
     Evaluations then open no file, and fill batches whatever files the documents are from.
     """
