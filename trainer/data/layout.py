@@ -43,6 +43,8 @@ def fixed_part(pattern: str) -> Path:
 def find_files(pattern: str) -> list[str]:
     """The files that a glob matches, sorted, but for hidden ones and those in `IGNORED` directories
     that its wildcards match. A link to a directory that it lies in is not followed."""
+    if os.path.isfile(pattern):  # its name may hold what else is a wildcard
+        pattern = glob.escape(pattern)
     fixed, real = fixed_part(pattern), cache(os.path.realpath)
     above = [*map(str, PurePath(real(fixed)).parents)]
 

@@ -367,8 +367,7 @@ def build_key_recall(
     train with this `data.seq_len`. Raises UserError: fewer groups than streams.
     """
     if groups < streams:
-        problem = f"{groups} groups do not fill {counted(streams, 'stream')}"
-        raise UserError("--groups", problem, "write more groups")
+        raise UserError("--groups", f"must be at least the streams, {streams}; got {groups}")
     digits = len(str(streams - 1))
     end = "." * (seq_len - MIN_SEQ_LEN) + "\n"
     documents: Streams = {}
