@@ -147,6 +147,6 @@ def output_layer(model: nn.Module) -> nn.Linear:
     getter = getattr(model, "get_output_embeddings", None)
     layer = getattr(model, "head", None) if getter is None else getter()
     if not isinstance(layer, nn.Linear):
-        problem = f"its output layer is not known ({type(model).__name__} has no nn.Linear named head)"
+        problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
         raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
     return layer
