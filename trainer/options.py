@@ -223,7 +223,7 @@ class MicroBatches:
     @property
     def is_constant(self) -> bool:
         """m never changes."""
-        return len(self.points) == 1
+        return self.least == self.most
 
     @property
     def least(self) -> int:
@@ -250,17 +250,15 @@ class MicroBatches:
         return tuple(found)
 
     def batches_before(self, step: int) -> int:
-        """Micro-batches of a rank before `step`."""
-        first_step, first_batch, m = self.stretches[
-            bisect_right(self.stretches, step, key=attrgetter("first_step")) - 1
-        ]
+        """Micro-batches of a data shard before `step`, which is 1 or later."""
+        at = bisect_right(self.stretches, step, key=attrgetter("first_step")) - 1
+        first_step, first_batch, m = self.stretches[at]
         return first_batch + (step - first_step) * m
 
     def step_of(self, batch: int) -> int:
-        """The step that a rank's micro-batch belongs to."""
-        first_step, first_batch, m = self.stretches[
-            bisect_right(self.stretches, batch, key=attrgetter("first_batch")) - 1
-        ]
+        """The step that a data shard's micro-batch belongs to."""
+        at = bisect_right(self.stretches, batch, key=attrgetter("first_batch")) - 1
+        first_step, first_batch, m = self.stretches[at]
         return first_step + (batch - first_batch) // m
 
 

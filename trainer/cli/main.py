@@ -90,6 +90,8 @@ def train(
             raise UserError(name, f"stands before {verb}", f"write it after, if {verb} takes it: train {verb} --help")
         return
     config_path = require_config(config, "train")
+    if run_dir == "":  # of a shell's variable that is not set
+        raise typer.BadParameter("it is empty", param_hint="--run-dir")
     options = {key: context.params[name] for name, key in SETTINGS.items()}
     settings = [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
     from trainer.config.load import load_config, located
@@ -161,15 +163,13 @@ def _refuse(message: str) -> NoReturn:
 
 def _with_settings(arguments: list[str]) -> list[str]:
     """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`,
-    and `--best` as a step."""
+    where there is `--set`. `check` takes the options of `SETTINGS` so, too."""
+    if arguments and arguments[0] in VERBS.keys() - {"check", "data"}:
+        return arguments
     found: list[str] = []
     given = iter(arguments)
     short = SETTINGS if arguments[:1] == ["check"] else {}
     for argument in given:
-        if argument == "--best":
-            if any(re.match("--step(=|$)", other) for other in arguments):
-                raise typer.BadParameter("--best and --step name two checkpoints: give one")
-            argument = "--step=best"
         key, is_whole, value = argument.removeprefix("--").partition("=")
         key = short.get(key, key)
         if not argument.startswith("--") or not re.fullmatch(r"\w+(\.[\w-]+)+", key):

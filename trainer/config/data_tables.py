@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -33,13 +34,11 @@ from trainer.options import (
     Tokens,
     WholeNumber,
 )
-from trainer.wording import short_repr
 
-# Tags of the unions of numbers and tables. pydantic puts them into error paths, from which
-# `load` removes them; the angle brackets keep them distinct from keys.
+# Tags of the unions of numbers and tables, in angle brackets to keep them distinct from keys.
 NUMBER_TAG = "<number>"
 SCHEDULE_TAG = "<schedule>"
-TAGS = (NUMBER_TAG, SCHEDULE_TAG)
+TAGS = (NUMBER_TAG, SCHEDULE_TAG, "[key]")  # in pydantic's error paths; `load` removes them
 # String patterns, and how error messages describe them.
 PLAIN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 SOURCE_NAME = r"^[A-Za-z0-9_.-]+$"
@@ -63,7 +62,7 @@ def _storable(args: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(args, allow_nan=False)
     except (TypeError, ValueError):
-        raise ValueError("holds a value that JSON has not: write it as a string") from None
+        raise ValueError("holds a date, NaN or infinity: write it as a string, for JSON") from None
     return args
 
 
@@ -116,22 +115,16 @@ class Table(BaseModel):
         return handler(source)
 
 
-def _integer_keys(value: Any) -> Any:
-    """Convert the points' keys to integers: TOML keys are strings."""
-    if not isinstance(value, Mapping):
-        return value
-    try:
-        points = {int(key): weight for key, weight in value.items()}
-    except (TypeError, ValueError):
-        problem = "the points' keys must be whole numbers (positions in the run)"
-        raise ValueError(f"{problem}, got {short_repr(list(value))}") from None
-    if len(points) < len(value):
-        raise ValueError("two points have the same key")
-    return points
+def _whole(key: Any) -> int:
+    """A point's key as a number: of one spelling, so that no two strings are the same number."""
+    if not re.fullmatch("0|[1-9][0-9]*", str(key)):
+        raise ValueError("is no whole number such as 1000: a position in the run")
+    return int(key)
 
 
-Points = Annotated[dict[Tokens, Share], Field(min_length=1), BeforeValidator(_integer_keys)]
-BatchPoints = Annotated[dict[Tokens, MicroBatchCount], Field(min_length=1), BeforeValidator(_integer_keys)]
+Position = Annotated[Tokens, BeforeValidator(_whole)]
+Points = Annotated[dict[Position, Share], Field(min_length=1)]
+BatchPoints = Annotated[dict[Position, MicroBatchCount], Field(min_length=1)]
 
 
 class ScheduleTable(Table):
@@ -248,7 +241,8 @@ class SourceTable(FilesTable):
     """`[[data.source]]`: a source. Needs exactly one of root, paths, include and target."""
 
     include: Text | None = None
-    """A dataset file, relative to this file: its `[[source]]` tables are read instead, weights multiplied."""
+    """A dataset file, relative to this file: its `[[source]]` tables replace this one,
+    weights multiplied; `--set` cannot change them."""
     weight: Weight = 1.0
     """Share of the tokens (micro-batches, if rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
@@ -340,9 +334,5 @@ class EvalTable(Table):
         return self.holdout_fraction > 0 or bool(self.source) or self.target is not None
 
     def check(self) -> None:
-        """Refuse names that are not unique, and arguments of nothing."""
-        names = [source.name for source in self.source]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two sources are named {twice[0]}: give each a name of its own")
+        """Refuse arguments of nothing."""
         refuse_lone_args(self)

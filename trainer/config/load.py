@@ -7,14 +7,15 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainer.config.data_tables import FORMS, TAGS, DatasetFile, ScheduleTable, SourceTable
@@ -24,6 +25,7 @@ from trainer.files import read_bytes
 from trainer.wording import few, short_repr
 
 Model = TypeVar("Model", bound=BaseModel)
+Names = tuple[str, ...]
 KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
 _HEADER = re.compile(r"\s*(\[\[?)([^\[\],]+)\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
@@ -107,10 +109,17 @@ def _load(model: type[Model], path: str | Path, overrides: Sequence[str] = ()) -
 
 
 def _validated(model: type[Model], raw: Mapping[str, Any], locate: Callable[[KeyPath], str]) -> Model:
+    """The `model` that `raw` describes. Raises UserError, UserErrors: its mistakes, in their order.
+    `locate`: path of a key -> `file:line` or `--set ...`."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise_found(user_errors(error, model, locate))
+        found = []
+        for details in error.errors(include_url=False):
+            path = tuple(part for part in details["loc"] if part not in TAGS)
+            problem, fix = _describe(details, path, model)
+            found.append(UserError(_dotted(path) or "config", problem, fix, where=locate(path)))
+        raise_found(found)
         raise  # for type checkers: pydantic never raises without an error
 
 
@@ -141,11 +150,10 @@ class _Source:
         if named is None:
             return tuple(key.split("."))
         table = "eval" if named[1] else "data"
-        sources = self.raw.get(table, {}).get("source", [])
         # One of an included file has the name of the source that includes it before its own.
-        names = {str(source.get("name")): at for at, source in enumerate(sources)}
-        found = max((name for name in names if f"{named[2]}.".startswith(f"{name}.")), key=len, default="")
-        return (table, "source", names.get(found, 0), *named[3].split("."))
+        indices = _named(self.raw.get(table, {}).get("source", []))
+        found = _longest(indices, named[2])
+        return (table, "source", indices.get(found, 0), *named[3].split("."))
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
@@ -216,26 +224,28 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     Raises:
         UserError: `text` is not `key=value`, or the path leads through a value that is no table.
     """
-    name, separator, value = text.partition("=")
-    parts = [part.strip() for part in name.split(".")]
+    key, separator, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
     if not separator or not all(parts):
         raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
     node: Any = raw
     path: KeyPath = ()
-    while parts:
-        step: Any = parts[0]
-        num_parts = 1
+    rest = ".".join(parts)
+    while rest:
+        first = rest.partition(".")[0]
+        steps: dict[str, Any] = {first: first}
         if isinstance(node, list):
-            step, num_parts = _element(node, parts)
-        if step is None or not isinstance(node, dict | list):
+            steps = {str(at): at for at in range(len(node))} | _named(node)
+        name = _longest(steps, rest)
+        if not name or not isinstance(node, dict | list):
             held, fix = short_repr(node), "use a key of a table"
             if isinstance(node, list):
-                names = [str(one["name"]) for one in node if isinstance(one, dict) and "name" in one]
-                held, fix = f"a list of {few(names or ['values'])}", "use a number from 0, or a name"
-            problem = f"{'.'.join(map(str, path))} has no {parts[0]!r}: it is {held}"
-            raise UserError(f"--set {text}", problem, fix)
-        path, parts = (*path, step), parts[num_parts:]
-        if not parts:
+                names = [*_named(node)] or ["values"]
+                held, fix = f"a list of {few(names)}", "use a number from 0, or a name"
+            raise UserError(f"--set {text}", f"{_dotted(path)} has no {first!r}: it is {held}", fix)
+        step, rest = steps[name], rest[len(name) + 1 :]
+        path = (*path, step)
+        if not rest:
             node[step] = parse_value(value.strip())
         elif isinstance(node, dict):
             node = node.setdefault(step, {})
@@ -244,15 +254,15 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     return path
 
 
-def _element(elements: list[Any], parts: list[str]) -> tuple[int | None, int]:
-    """The index of the element that the first parts name (with its dots) or number, and how many they
-    are; None if there is none."""
-    for index, element in enumerate(elements):
-        name = str(element.get("name")).split(".") if isinstance(element, dict) else []
-        if name and parts[: len(name)] == name:
-            return index, len(name)
-    indices = list(map(str, range(len(elements))))
-    return (indices.index(parts[0]) if parts[0] in indices else None), 1
+def _named(elements: Sequence[Any]) -> dict[str, int]:
+    """The indices of an array's tables, by their names."""
+    tables = [(at, each) for at, each in enumerate(elements) if isinstance(each, dict)]
+    return {str(table["name"]): at for at, table in tables if "name" in table}
+
+
+def _longest(names: Iterable[str], dotted: str) -> str:
+    """The longest of the names (with their dots) that `dotted` is or begins with; empty: none."""
+    return max((name for name in names if f"{dotted}.".startswith(f"{name}.")), key=len, default="")
 
 
 def parse_value(text: str) -> Any:
@@ -291,25 +301,18 @@ def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any])
     return {key: value for key, value in flat.items() if key not in _NAMES_OF_THE_RUN}
 
 
-def user_errors(error: ValidationError, model: type[BaseModel], locate: Callable[[KeyPath], str]) -> list[UserError]:
-    """One `UserError` per mistake that pydantic found in a `model`, in the order of the tables;
-    `locate`: path of a key -> `file:line` (or `--set ...`)."""
-    found = []
-    for details in error.errors(include_url=False):
-        path = tuple(part for part in details["loc"] if part not in TAGS)
-        problem, fix = _describe(details, path, model)
-        found.append(UserError(_dotted(path) or "config", problem, fix, where=locate(path)))
-    return found
-
-
 def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    is_table = bool(keys_of(model, path))
     if kind == "extra_forbidden":
         return "unknown key", hint(path, model)
     if kind == "missing":
-        return "is required but missing", f"add a table [{_dotted(path)}]" if is_table else f"add {path[-1]}"
+        field = next(field for keys, field in _all_keys(model) if keys == _names(path))
+        header = f"[{_dotted(path)}]"
+        if get_origin(field.annotation) is list:
+            header = f"[{header}]"
+        is_table = bool(_models_in(field.annotation))
+        return "is required but missing", f"add a table {header}" if is_table else f"add {path[-1]}"
     if kind == "list_type" and isinstance(value, Mapping):
         return f"must be a list, got {shown(value)}", f"write [[{_dotted(path)}]]"
     if kind == "literal_error":  # in TOML's spelling, not Python's
@@ -342,25 +345,19 @@ def hint(path: KeyPath, model: type[BaseModel]) -> str:
     """The fix for the unknown key at `path` of a config that `model` describes: the keys that may
     be meant (those of the same name in other tables, or the closest of this one), or all of this
     table."""
-    word, known = str(path[-1]), keys_of(model, path[:-1])
-    everywhere = [".".join(keys) for keys in _all_keys(model)]
-    found = [key for key in everywhere if key.split(".")[-1] == word]
+    word, keys = str(path[-1]), [each for each, _ in _all_keys(model)]
+    known = sorted({each[-1] for each in keys if each[:-1] == _names(path[:-1])})
+    found = [".".join(each) for each in keys if each[-1] == word]
     found = found or difflib.get_close_matches(word, known, n=1)
     if 0 < len(found) <= 2:
         return f"did you mean {' or '.join(found)}?"
     return f"known keys: {', '.join(known)}" if known else ""
 
 
-def keys_of(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """The keys of the table at `path` below `model`, sorted; empty if there is no table."""
-    table = _names(path)
-    return sorted({keys[-1] for keys in _all_keys(model) if keys[:-1] == table})
-
-
-def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every table and key below `model`, without indices."""
+def _all_keys(model: type[BaseModel], prefix: Names = ()) -> Iterator[tuple[Names, FieldInfo]]:
+    """Every table and key below `model`: its path without indices, and its field."""
     for name, field in model.model_fields.items():
-        yield (*prefix, name)
+        yield (*prefix, name), field
         for table in _models_in(field.annotation):
             yield from _all_keys(table, (*prefix, name))
 
@@ -372,7 +369,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [found for argument in get_args(annotation) for found in _models_in(argument)]
 
 
-def _names(path: KeyPath) -> tuple[str, ...]:
+def _names(path: KeyPath) -> Names:
     """The path without the indices of its elements."""
     return tuple(part for part in path if isinstance(part, str))
 

@@ -105,37 +105,21 @@ def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
 
 
 def _broken_rules(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
-    yield from _broken_lengths(config, facts)
-    yield from _broken_pairs(config)
+    yield from _broken_run(config, facts)
     yield from _broken_lanes(config)
     yield from _broken_sharding(config, facts.world_size)
-    ledger, in_flight = config.ledger, facts.groups_in_flight
-    names = [source.name for source in config.data.source]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield "data.source", f"two sources are named {name}", "give each a unique name"
-    spread = config.data.mixing.spread
-    if reads_lanes(config) and ledger.wipe_mode == "periodic_stale" and _mixings(config):
-        if ledger.stale_threshold < spread:
-            problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later "
-            problem += "(data.mixing.spread)"
-            yield "ledger.stale_threshold", problem, f"set it to {spread} or more, or lower the spread"
-        drops = '"periodic_stale" would drop states of documents that wait'
-        if not config.micro_batches.is_constant:
-            yield "ledger.wipe_mode", f"{drops} where the plan lowers m", 'use "lru"'
-    # Lanes size a ledger without a capacity of its own.
-    if ledger.slots < in_flight and (ledger.capacity or not reads_lanes(config)):
-        problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each; "
-        problem += f"others: open streams x batch size of each source), got {ledger.slots}"
-        fix = f"set it to {in_flight} or more"
-        if reads_lanes(config):  # fewer slots than lanes would shrink the spread
-            fix = "remove it: then there is a slot for each lane"
-        yield "ledger.capacity", problem, fix
+    yield from _broken_ledger(config, facts.groups_in_flight)
+    for table, sources in (("data", config.data.source), ("eval", config.eval.source)):
+        names = [source.name for source in sources]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"{table}.source", f"two sources are named {name}", "give each a unique name"
 
 
-def _broken_lengths(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
+def _broken_run(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
+    """Settings of the run's length, evaluation and loss that conflict."""
     train = config.train
     if train.tokens and train.steps not in (0, facts.steps):
-        problem = f"{train.steps} beside train.tokens = {train.tokens:,}: both are the run's length"
+        problem = f"{train.steps} and train.tokens = {train.tokens:,} are both the run's length"
         yield "train.steps", problem, "set one of them to 0"
     if train.tokens and not facts.tokens_per_step:
         problem = "needs the size of a batch, which data sets of your own do not tell"
@@ -143,9 +127,6 @@ def _broken_lengths(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
     if config.scheduler.warmup_tokens and not train.tokens:
         problem = "needs a run whose length is in tokens"
         yield "scheduler.warmup_tokens", problem, "set train.tokens, or warmup_steps instead"
-
-
-def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
     if config.eval.every and not config.eval.has_data:
         problem = "is 0, which leaves no documents for eval.every to evaluate on"
         fix = "set it above 0 (0.02), add an [[eval.source]], or set eval.every to 0"
@@ -155,18 +136,39 @@ def _broken_pairs(config: RunConfig) -> Iterator[Mistake]:
         yield "objective.chunk_tokens", problem, "set one of them off"
 
 
+def _broken_ledger(config: RunConfig, in_flight: int) -> Iterator[Mistake]:
+    """Settings of the ledger that would drop states of documents in flight."""
+    ledger, is_full, spread = config.ledger, reads_lanes(config), config.data.mixing.spread
+    if is_full and ledger.wipe_mode == "periodic_stale" and _mixings(config):
+        if ledger.stale_threshold < spread:
+            problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later"
+            yield "ledger.stale_threshold", problem, f"set it to data.mixing.spread = {spread} or more"
+        if not config.micro_batches.is_constant:
+            problem = "would drop states of documents that wait where train.micro_batches changes m"
+            yield "ledger.wipe_mode", problem, 'use "lru"'
+    # Lanes size a ledger without a capacity of its own.
+    if ledger.slots < in_flight and (ledger.capacity or not is_full):
+        problem = f"must hold the states of all documents in flight: {in_flight} (full rows: one each;"
+        problem += f" others: open streams x batch size of each source), got {ledger.slots}"
+        fix = f"set it to {in_flight} or more"
+        if is_full:  # fewer slots than lanes would shrink the spread
+            fix = "remove it: then there is a slot for each lane"
+        yield "ledger.capacity", problem, fix
+
+
 def _broken_lanes(config: RunConfig) -> Iterator[Mistake]:
     """Settings of full rows, which hold documents of all sources, that conflict."""
-    given = {"data.mixing.": config.data.mixing.model_dump(exclude={"batch_size"})}
-    own = {f"source {each.name}: mixing.": each.mixing.model_dump(exclude_none=True) for each in config.data.source}
     mode = config.data.mixing.batching_mode
-    modes = {mode, *(each.get("batching_mode", mode) for each in own.values())}
+    tables = {"data.mixing.": config.data.mixing.model_dump()}
+    for source in config.data.source:
+        tables[f"source {source.name}: mixing."] = source.mixing.model_dump(exclude_none=True)
+    modes = {keys.get("batching_mode", mode) for keys in tables.values()}
     if len(modes) > 1 and "per_row" in modes:
         problem = 'is "per_row" for some sources, and rows are full in all of them or in none'
         yield "data.mixing.batching_mode", problem, "set it for all sources alike"
     if not reads_lanes(config):
         if config.data.align != "auto":
-            yield "data.align", 'needs batching_mode "per_row"', 'set data.mixing.batching_mode = "per_row"'
+            yield "data.align", 'needs data.mixing.batching_mode = "per_row"', 'set it to "auto"'
         if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
             yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
@@ -174,7 +176,8 @@ def _broken_lanes(config: RunConfig) -> Iterator[Mistake]:
         problem = '"per_row" reads documents, and a source with a target gives whole batches'
         yield "data.mixing.batching_mode", problem, 'set it to "per_stream", or keep one kind'
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
-    for table, keys in {**given, **own}.items():
+    del tables["data.mixing."]["batch_size"]
+    for table, keys in tables.items():
         for name in ("batch_size_by_modality", "batch_size"):
             if keys.get(name):
                 problem = 'does not go with batching_mode "per_row", whose rows are of all sources'
@@ -185,16 +188,16 @@ def needs_of_cuda(train: TrainTable) -> list[UserError]:
     """Settings that cannot be honoured without a CUDA device."""
     given = {"device": train.device == "cuda", "cuda_graph": train.cuda_graph is True}
     problem = "needs a CUDA device, and the run would have none here"
-    return [
-        UserError(f"train.{key}", problem, "use a machine with one, or another value") for key in given if given[key]
-    ]
+    fix = "use a machine with one, or another value"
+    return [UserError(f"train.{key}", problem, fix) for key, is_set in given.items() if is_set]
 
 
 def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     table, strategy = config.distributed, f'strategy "{config.distributed.strategy}"'
     micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
-        problem = f"{table.shards} data shards cannot be divided among {counted(world_size, 'rank')}"
+        ranks = counted(world_size, "rank")
+        problem = f"{table.shards} data shards cannot be divided among {ranks}"
         yield "distributed.shards", problem, "start a divisor of them, or set a multiple of the ranks"
     elif micros > MOST_MICRO_BATCHES:
         problem = f"makes {micros:,} micro-batches of a step on a rank; most: {MOST_MICRO_BATCHES:,}"

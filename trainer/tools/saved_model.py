@@ -67,7 +67,7 @@ def find_checkpoint(run_dir: str | Path, step: Step) -> Path:
     found = checkpoint.complete_checkpoints(Path(run_dir) / checkpoint.CHECKPOINTS)
     wanted = step
     if step == BEST and found:
-        with users_code("--best", f"{found[0]} cannot be used", "name a step with --step"):
+        with users_code("--step best", f"{found[0]} cannot be used", "name a step"):
             wanted = checkpoint.best_step(found[0])
     for path in found:
         if wanted in (None, checkpoint.step_of(path)):

@@ -133,7 +133,7 @@ def begun(view: RunView) -> None:
         text += f", up to {facts.tokens_per_step:,} tokens per step"
     text += f", run directory {view.run_dir.path}"
     implementation = getattr(model, "implementation", None)
-    if implementation is not None:
+    if implementation is not None and plan.has_built_in_model:
         text += f"; {implementation(device, precision)}"
     if facts.world_size > 1:
         held = str(layout_of(model.parameters()) or "each rank holds the whole model")

@@ -37,10 +37,8 @@ def test_dotted_options_set_keys(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_dataset_file_knows_its_own_keys(tmp_path):
-    config, path = (
-        write_tiny_config(tmp_path, "[[data.source]]\nname = 'more'\ninclude = 'd.toml'\n"),
-        tmp_path / "d.toml",
-    )
+    config = write_tiny_config(tmp_path, "[[data.source]]\nname = 'more'\ninclude = 'd.toml'\n")
+    path = tmp_path / "d.toml"
     path.write_text('[[source]]\nname = "a"\nroot = "r"\nbatch_size = 4\n')
     with pytest.raises(UserError, match=r"d\.toml:4: source\.0\.batch_size: unknown key; did you mean source\.mixing"):
         load_config(config)

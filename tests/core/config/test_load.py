@@ -52,15 +52,13 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be greater than or equal to 0, got -1"),
         ("data.source.first.weight=heavy", 'data.source.0.weight: must be a valid number, got "heavy"'),
-        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "must be whole numbers"),
-        ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "two points have the same key"),
+        ("data.source.second.weight={schedule='linear', points={a=1.0}}", "weight.points.a: is no whole number"),
+        ("data.source.second.weight={schedule='linear', points={0=1, 00=2}}", "points.00: is no whole number"),
+        ("data.source.first.weight.points.20=-1", "data.source.0.weight.points.20: must be greater than or equal to 0"),
         ("data.source.second.include='x.toml'", "exactly one of root, paths, include, target; got root, include"),
         ("data.source.0={name='a', include='x.toml', eod=1}", "eod is for files that are named here, not for include"),
         ("data.source.0={name='a', target='a:b', mixing={repeat=true}}", "mixing is for files that are named here"),
-        (
-            "data.source.third.weight=1",
-            "data.source has no 'third': it is a list of first, second; use a number from 0,",
-        ),
+        ("data.source.third.weight=1", "data.source has no 'third': it is a list of first, second; use a number"),
         ("model.target=2024-01-01", 'model.target: must be an import path package.module:function; got "2024-01-01"'),
         ("run.name='../x'", 'run.name: must be letters, digits, "_", "." and "-", starting with a letter'),
         ("model.target=build", 'model.target: must be an import path package.module:function; got "build"'),
@@ -88,10 +86,8 @@ def test_refusals_name_key_value_and_fix(tmp_path, override, message):
         (b"a = [\n1,\n", "x.toml:3: TOML: "),
         (b"a = " + b"[" * 5000, "x.toml: TOML: cannot be read: "),
         (b"[train]\nsteps = " + b"1" * 6000, "x.toml"),
-        (
-            b"\xef\xbb\xbf[run]\nname = 'x'\n",
-            "x.toml: train: is required but missing; add a table [train]\nx.toml: data: is",
-        ),
+        (b"\xef\xbb\xbf[run]", "x.toml: train: is required but missing; add a table [train]\nx.toml: data: is"),
+        (b"[train]\nsteps = 1\n[data]", "x.toml:3: data.source: is required but missing; add a table [[data.source]]"),
     ],
 )
 def test_files_that_are_no_config(tmp_path, data, message):
@@ -117,6 +113,8 @@ def test_overrides_win_in_order_and_make_tables(tmp_path):
     assert config.train.steps == 8
     assert config.gns.enabled is False
     assert config.data.source[1].weight == 2.0
+    named = BASE.replace('"second"', '"first.more"')  # which begins with the name of another
+    assert load(tmp_path, named, "data.source.first.more.weight=2").data.source[1].weight == 2.0
     overrides = ["data.mixing={batch_size=3}", "data.mixing.batch_size=0"]
     (line,) = refusal(tmp_path, BASE, *overrides)
     assert line.startswith(f"--set {overrides[1]}: data.mixing.batch_size: ")

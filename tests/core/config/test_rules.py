@@ -47,7 +47,8 @@ BY_STREAM = ["data.mixing={}", *(f"data.source.{at}.mixing.batching_mode=per_str
     ("sets", "message"),
     [
         (["eval.every=5"], "eval.holdout_fraction: is 0"),
-        (["data.source.second.name=first"], "two sources are named first"),
+        (["data.source.second.name=first"], "data.source: two sources are named first"),
+        (["eval.source=[{name='a', root='x'}, {name='a', root='y'}]"], "eval.source: two sources are named a"),
         (['data.mixing.batch_size_by_modality={"../x"=2}'], "no stream has the modality '../x'; there are 'a', 'b'"),
         (['train.micro_batches="auto"'], 'train.micro_batches: must be a valid integer, got "auto"'),
         (['train.micro_batches={schedule="auto",points={0=2}}'], 'must be one of step; got "auto"'),
@@ -55,18 +56,12 @@ BY_STREAM = ["data.mixing={}", *(f"data.source.{at}.mixing.batching_mode=per_str
         ([*FULL_ROWS, "ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
         ([*FULL_ROWS, "ledger.capacity=1"], "got 1; remove it: then there is a slot for each lane"),
         (["data.mixing.spread=4"], 'data.mixing.spread: needs batching_mode "per_row"; remove it'),
-        (
-            [*STALE, 'train.micro_batches={schedule="step",points={0=1,9=2}}'],
-            "documents that wait where the plan lowers m; use",
-        ),
+        ([*STALE, 'train.micro_batches={schedule="step",points={0=1,9=2}}'], "where train.micro_batches changes m"),
         ([*STALE, "data.source.second={name='own', target='my:build'}"], "a source with a target gives whole batches"),
         (BY_STREAM, 'is "per_row" for some sources'),
         (["train.micro_batches=0"], "train.micro_batches: must be greater than or equal to 1, got 0"),
         (['train.micro_batches={schedule="step",points={0=0}}'], "train.micro_batches.points.0: must be greater"),
-        (
-            ['train.micro_batches={schedule="step",points={0=1,9=2},unit="tokens"}'],
-            "train.micro_batches.unit: unknown key; did you mean data.source.weight.unit?",
-        ),
+        (['train.micro_batches={schedule="step",points={0=1},a=2}'], "train.micro_batches.a: unknown key; known keys"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line_that_says_how_to_fix_it(tmp_path, sets, message):

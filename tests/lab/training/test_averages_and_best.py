@@ -32,6 +32,7 @@ FROZEN = "blocks.0.mlp_norm.weight"
 def build(dtype: str, **sizes: int) -> torch.nn.Module:
     """The model in numbers of a type, with a frozen parameter and a buffer that counts forwards."""
     model = faulty_model.build(**sizes)
+    model.implementation = "of our own"  # which built-in families have as a method
     model.get_parameter(FROZEN).requires_grad_(False)
     model.register_buffer("seen", torch.zeros(()))
     model.register_forward_pre_hook(lambda *_: model.seen.add_(model.training) and None)
@@ -147,11 +148,10 @@ def test_the_best_is_saved_at_once_survives_later_ones_resumes_and_is_what_verbs
     assert go(8, {2: NAN, 4: 3.0, 6: NAN, 8: 3.0}) == ([8, 4], 4)  # the last step is always saved
     assert capsys.readouterr().err.splitlines()[-1].endswith("best: step 4, eval/score 3.0000")
     run_dir, auto = tmp_path / "run", "checkpoint.resume=auto"
-    assert "--best and --step name two checkpoints" in verb("eval", run_dir, "--best", "--step", 8).stderr
     assert go(10, {10: 2.0}, auto) == ([10], 10)
     assert go(13, {12: 2.5}, auto) == ([13, 10], 10)
-    assert "after step 10" in verb("export", run_dir, "--best", "--out", tmp_path / "out").stderr
-    assert json.loads(verb("eval", run_dir, "--best", "--trust-code", "--json").stdout)["step"] == 10
+    assert "after step 10" in verb("export", run_dir, "--step", "best", "--out", tmp_path / "out").stderr
+    assert json.loads(verb("eval", run_dir, "--step", "best", "--trust-code", "--json").stdout)["step"] == 10
     every = ("checkpoint.every=2", "checkpoint.keep_every=2", auto)
     assert go(18, {14: 1.0, 16: 0.5}, *every) == ([18, 16, 14, 10], 16)
     # Back to step 14: the best of then, and later ones are set aside.
@@ -161,7 +161,7 @@ def test_the_best_is_saved_at_once_survives_later_ones_resumes_and_is_what_verbs
     shutil.rmtree(at(run_dir, 14))
     assert go(19, {18: 7.0}, auto) == ([19, 18], 18)
     (at(run_dir, 19) / "state.json").write_text("{}")
-    assert verb("sample", run_dir, "--best").returncode == 2
+    assert verb("sample", run_dir, "--step", "best").returncode == 2
 
 
 def test_an_evaluation_of_a_checkpoint_in_another_directory_is_no_best(go, tmp_path):
@@ -178,7 +178,7 @@ def test_an_evaluation_of_a_checkpoint_in_another_directory_is_no_best(go, tmp_p
 
 def test_without_a_best_the_verbs_say_so_and_a_number_that_never_comes_ends_the_run(go, tmp_path, verb):
     assert go(4, {2: NAN, 4: NAN}) == ([4], -1)
-    assert "has no best checkpoint" in verb("sample", tmp_path / "run", "--best").stderr
+    assert "has no best checkpoint" in verb("sample", tmp_path / "run", "--step", "best").stderr
     shutil.rmtree(tmp_path / "run")
     assert go(6, {}, 'checkpoint.keep_best="eval/scores"', code=1) == ([], None)
     reason = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]

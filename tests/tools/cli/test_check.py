@@ -81,7 +81,9 @@ def test_the_keys_that_are_set_are_shown_as_a_config(config, capsys):
 
 def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
     weights = (*FULL_ROWS, BY_BATCH, "data.source.second.weight=3")
-    uneven = (*weights[2:], "data.mixing.batching_mode=device_per_stream", "data.source.second.mixing.batch_size=2")
+    at_step_1 = "data.source.second.weight={schedule='step', unit='step', points={0=9, 1=3}}"
+    uneven = [BY_BATCH, at_step_1, "data.mixing.batching_mode=device_per_stream"]
+    uneven += ["data.source.second.mixing.batch_size=2"]
     for align, cell in (("stream", 1), ("document", load_config(config).data.seq_len), ("", 16)):
         full = checked(config, capsys, *((*weights, f'data.align="{align}"') if align else uneven)).stdout
         assert not align or re.search(f"capacity_to_change_ranks = 32\n(#.*\n)+#   align = {align}: ", full)

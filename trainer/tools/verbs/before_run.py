@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.tools.doubts import Content
+    from trainer.training.build import Lanes
     from trainer.training.plan import Plan, Source
 
 WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, max=10**6, help="World size to assume.")]
@@ -64,18 +65,7 @@ def check(
         content = contents(plan)
         for doubt in lane_doubts(plan, content):
             logger.warning("%s", doubt.message)
-        lanes, words = plan_lanes(plan, width_of(model), device), {}
-        if lanes.sets:
-            rows = resolved.data.mixing.batch_size
-            words, num_lanes = {"lanes": lanes.words(rows)}, lanes.num(rows)
-            derived = replace(
-                plan.facts,
-                groups_in_flight=num_lanes,
-                ledger_capacity=resolved.ledger.capacity or num_lanes,
-                capacity_to_change_ranks=num_lanes * (plan.facts.data_shards + 1),
-            )
-            plan = replace(plan, facts=derived)
-        facts = {**_derived(plan, model, device), **words}
+        facts = _derived(plan, model, device, plan_lanes(plan, width_of(model), device))
         report = "--no-contract" if no_contract else check_here(plan)
         if not isinstance(report, str):
             refuse_breaches(plan, report)
@@ -110,22 +100,25 @@ def _source(source: Source) -> dict[str, Any]:
 def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[str, dict[str, Any]]:
     """The sources: shares at the beginning, and steps of an epoch in full or padded rows."""
     from trainer.config.rules import largest_batch, mixing_of, reads_lanes
+    from trainer.data.weights import positions
 
-    facts, total = {}, sum(source.weight.evaluate(0) for source in plan.sources)
+    of_unit = {unit: positions(unit, 0, plan.config.micro_batches) for unit in ("batch", "step")}
+    weights = [source.weight.evaluate(of_unit[source.weight.unit]) for source in plan.sources]
+    facts = {}
     tables = [each.table for each in plan.sources if each.table.target is None]
     most = max((largest_batch(mixing_of(plan.config, table)) for table in tables), default=1)
-    for source in plan.sources:
-        share = source.weight.evaluate(0) / max(total, 1e-100)
+    for source, weight in zip(plan.sources, weights, strict=True):
+        share = weight / sum(weights)
         own = facts[source.name] = {**_source(source), "share": share}
         if source.name in content:
             own |= content[source.name]._asdict()
             own["positions"] = own["tokens"] if is_full else own["padded"]  # 0: not known
-            positions = own["positions"] or own["tokens"]
-            if share and positions:
+            total = own["positions"] or own["tokens"]
+            if share and total:
                 per_step = float(plan.facts.tokens_per_step)
                 if not reads_lanes(plan.config):  # shares are of micro-batches
                     per_step *= largest_batch(mixing_of(plan.config, source.table)) / most
-                own["steps_per_epoch"] = positions / (share * per_step)
+                own["steps_per_epoch"] = total / (share * per_step)
     return facts
 
 
@@ -217,7 +210,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
         check_config(state["config"], config)
 
 
-def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, Any]:
+def _derived(plan: Plan, model: nn.Module, device: torch.device, lanes: Lanes) -> dict[str, Any]:
     """Derived values, and what a rank's model and its lanes' states take, in MB, by formulas."""
     from trainer.tools.doubts import model_bytes, why_no_noise_scale
     from trainer.tools.summary import alignment
@@ -228,11 +221,17 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
     trained, width = sum(part.numel() for part in model.parameters() if part.requires_grad), width_of(model)
     frozen = sum(part.numel() for part in model.parameters()) - trained
     facts = {**asdict(plan.facts), "parameters": trained, "vocab_size": plan.vocab_size}
+    if lanes.sets:
+        rows = config.data.mixing.batch_size
+        num = lanes.num(rows)
+        facts |= {"groups_in_flight": num, "ledger_capacity": config.ledger.capacity or num}
+        facts["capacity_to_change_ranks"] = num * (plan.facts.data_shards + 1)
+        facts["lanes"] = lanes.words(rows)
     if not plan.facts.tokens_per_step:  # a data set of one's own makes batches of any size
         del facts["tokens_per_step"], facts["tokens_per_micro"]
     facts |= {"precision": config.train.precision, "micro_batches": batches.most}
     implementation = getattr(model, "implementation", None)
-    if implementation is not None:
+    if implementation is not None and plan.has_built_in_model:
         facts["implementation"] = implementation(device, config.train.precision)
     if plan.facts.world_size > 1:
         facts["sharding"] = str(plan.layout or "none: each rank holds the whole model")
@@ -241,15 +240,13 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device) -> dict[str, An
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
     if not batches.is_constant:
         facts["micro_batches"] = f"{batches.least} to {batches.most}; tokens_per_step are those of {batches.most}"
-    reason = why_no_noise_scale(config, plan.facts.world_size)
-    if reason is not None:
+    if reason := why_no_noise_scale(config, plan.facts.world_size):
         facts["noise_scale"] = f"not measured: {reason}"
-    align = alignment(plan, model)
-    if align:
+    if align := alignment(plan, model):
         facts["align"] = align
     facts["state_width"] = width
     sizes = model_bytes(plan, trained, frozen)
-    sizes["states"] = plan.facts.groups_in_flight * each * state_bytes(config.ledger, width)
+    sizes["states"] = facts["groups_in_flight"] * each * state_bytes(config.ledger, width)
     facts["memory_megabytes"] = {name: round(size / 1e6, 1) for name, size in sizes.items()}
     return facts
 
@@ -273,15 +270,17 @@ def init(
 
     if out is not None:
         shared.refuse_existing(out, force=force)
-        schema_path = Path(out).with_name(SCHEMA_NAME)
-        if schema_path.exists() and "BatchScheduleTable" not in schema_path.read_text("utf-8", "replace"):
+        schema_path = Path(out).parent / SCHEMA_NAME
+        with shared.writing(str(schema_path)):
+            text = schema_path.exists() and schema_path.read_text("utf-8", "replace")
+        if text and "BatchScheduleTable" not in text:  # of another program
             shared.refuse_existing(str(schema_path), force=force)
     text, notes = starter(paths, format=format, dtype=dtype, eod=eod, column=column, tokenizer=tokenizer)
     if out is None:
         echo(text, nl=False)
         return
-    put_text(f"#:schema {SCHEMA_NAME}\n{text}", out)
     put_text(render_config_schema(), str(schema_path))
+    put_text(f"#:schema {SCHEMA_NAME}\n{text}", out)
     for note in notes:
         echo(f"note: {note}", err=True)
     echo(f"next: train check --config {shlex.quote(str(out))}, then train with it", err=True)

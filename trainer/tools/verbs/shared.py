@@ -30,9 +30,8 @@ TrustOption = Annotated[bool, Option("--trust-code", help=TRUST_HELP)]
 RunDirArgument = Annotated[str, Argument(help="A run directory.", metavar="RUN_DIR")]
 RunArgument = Annotated[str, Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
 RunsArgument = Annotated[list[str], Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")]
-STEP_HELP = "Step of the checkpoint, or (--best) that of checkpoint.keep_best; default: the latest."
-# --best, which takes no value, is --step=best by now (cli.main).
-_STEP = Option("--step", "--best", metavar="N|best", help=STEP_HELP, parser=lambda at: at if at == "best" else int(at))
+STEP_HELP = "Step of the checkpoint; best: that of checkpoint.keep_best; default: the latest."
+_STEP = Option("--step", metavar="N|best", help=STEP_HELP, parser=lambda at: at if at == "best" else int(at))
 StepOption = Annotated[Any, _STEP]
 EmaOption = Annotated[bool, Option("--ema", help="The averaged weights of a run with train.ema.")]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where the model is.")]
