@@ -1,11 +1,7 @@
-"""The options of the parts: a frozen dataclass for each, which is also its table in the config.
+"""The options of the parts: a frozen dataclass for each, which its table in the config inherits.
 
-The tables of `trainer.config` inherit these classes, so that pydantic checks what a file says. In
-a loop of your own, options check themselves:
-
-    ledger = Ledger(LedgerOptions(capacity=8192), state_width=512)
-
-They stand here, not in the parts' modules, so that a config is read without torch.
+In a loop of your own, options check themselves: `Ledger(LedgerOptions(capacity=8192), ...)`. They
+stand here, not in the parts' modules, so that a config is read without torch.
 """
 
 from __future__ import annotations

@@ -35,12 +35,10 @@ _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count",
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins).
+    """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins),
+    with the sources of included files in the place of those that include them.
 
-    The sources of included files are in the place of those that include them.
-
-    Raises:
-        UserError, UserErrors: one or all mistakes, each with its file and line or its override.
+    Raises UserError, UserErrors: one or all mistakes, each with its file and line or its override.
     """
     config = _load(RunConfig, path, overrides)
     data = config.data.model_copy(update={"source": [*_leaves(config.data.source, Path(path))]})
@@ -58,11 +56,7 @@ def _leaves(tables: Sequence[SourceTable], file: Path, *including: Path) -> Iter
         if included.resolve() in including:
             problem = f"{table.include} includes itself"
             raise UserError(f"{table.name}.include", problem, "break the circle", where=str(file))
-        try:
-            inner = _load(DatasetFile, included).source
-        except UserError as error:
-            error.where = error.where or str(file)
-            raise
+        inner = _load(DatasetFile, included).source
         yield from _leaves([_below(table, each, included) for each in inner], included, *including)
 
 
@@ -157,10 +151,8 @@ class _Source:
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
-    """The line, from 1, of `key` or of the nearest table around it; None if the text has neither.
-
-    A search for `[table]` and `key =`, to which a string of several lines may look like either.
-    """
+    """The line, from 1, of `key` or of the nearest table around it; None if the text has neither."""
+    # A string of several lines may look like either.
     counts: Counter[KeyPath] = Counter()
     table: KeyPath = ()
     most, line = 0, None
@@ -216,13 +208,10 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
-    """Change `raw` in place as `text` (`table.key=value`) says.
+    """Change `raw` in place as `text` (`table.key=value`) says; the value is TOML, or else a string.
 
-    The value is TOML, or else a string. An element of an array of tables is named by its index or
-    its `name`: `data.source.0.weight=2`. Missing tables are created. Returns the path (indices).
-
-    Raises:
-        UserError: `text` is not `key=value`, or the path leads through a value that is no table.
+    An element of an array of tables is named by its index or its `name`: `data.source.0.weight=2`.
+    Missing tables are created. Returns the path (indices). Raises UserError: it leads nowhere.
     """
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -342,9 +331,8 @@ def shown(value: Any) -> str:
 
 
 def hint(path: KeyPath, model: type[BaseModel]) -> str:
-    """The fix for the unknown key at `path` of a config that `model` describes: the keys that may
-    be meant (those of the same name in other tables, or the closest of this one), or all of this
-    table."""
+    """The fix for the unknown key at `path` below `model`: the keys that may be meant (of this name
+    in other tables, or the closest of this one), or all of this table."""
     word, keys = str(path[-1]), [each for each, _ in _all_keys(model)]
     known = sorted({each[-1] for each in keys if each[:-1] == _names(path[:-1])})
     found = [".".join(each) for each in keys if each[-1] == word]

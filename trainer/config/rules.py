@@ -1,7 +1,6 @@
 """Rules across tables or that need the world size, and the numbers that follow from a config.
 
-Checked before the process group starts. Rules that need the data itself are in
-`trainer.training.plan`.
+Rules that need the data itself are in `trainer.training.plan`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ Mistake = tuple[str, str, str]  # key, problem, fix
 class Facts:
     """The numbers that follow from a config at a world size.
 
-    Counts are upper bounds: a stream's last batches are smaller, and those of a step are for the
-    largest number of micro-batches that it can have.
+    Counts are upper bounds: of full batches, and of the steps with the most micro-batches.
     """
 
     world_size: int

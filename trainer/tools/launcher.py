@@ -28,7 +28,8 @@ def launch_ranks(nproc: int) -> int:
     and killed after `KILL_AFTER_SEC`. Raises UserError: under torchrun.
     """
     if "RANK" in os.environ:
-        raise UserError("--nproc", "this process is already a rank of torchrun", "use torchrun or --nproc, not both")
+        problem = "this process is already a rank of torchrun"
+        raise UserError("--nproc", problem, "use torchrun or --nproc, not both")
     echo(f"starting {counted(nproc, 'rank')}", err=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -43,7 +44,7 @@ def launch_ranks(nproc: int) -> int:
             rank.send_signal(number)
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
             signal.signal(number, pass_on)
     for rank in range(nproc):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -53,22 +54,20 @@ def launch_ranks(nproc: int) -> int:
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks, and end them once one has failed. Returns its exit code, or 0."""
-    running, kill_at = ranks, math.inf
-    first: subprocess.Popen[bytes] | None = None
-    while running:
+    codes: list[int | None] = [None]
+    code, kill_at = 0, math.inf
+    while None in codes:
         time.sleep(POLL_SEC)
-        running = [rank for rank in running if rank.poll() is None]
-        if first is None:
-            first = next((rank for rank in ranks if rank.returncode), None)
-            if first is not None:
-                kill_at = time.monotonic() + KILL_AFTER_SEC
-                for rank in running:
-                    rank.terminate()
+        codes = [rank.poll() for rank in ranks]
+        failed = [each for each in codes if each]
+        if failed and not code:
+            first = min(failed)  # one that a signal ended has taken the others with it
+            code, kill_at = max(first, 1), time.monotonic() + KILL_AFTER_SEC
+            if first < 0:  # it could leave no message itself
+                echo(f"train: rank {codes.index(first)} was ended by {signal.Signals(-first).name}", err=True)
+            for rank in ranks:
+                rank.terminate()
         if time.monotonic() > kill_at:
-            for rank in running:
+            for rank in ranks:
                 rank.kill()
-    if first is None:
-        return 0
-    if first.returncode < 0:  # it could leave no message itself
-        echo(f"train: rank {ranks.index(first)} was ended by {signal.Signals(-first.returncode).name}", err=True)
-    return max(first.returncode, 1)
+    return code

@@ -104,9 +104,7 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
 
 def unused_step(files: Iterable[Path]) -> int:
     """A number above all that wandb's own counter has had, by the metrics.jsonl and events.jsonl of
-    a run's earlier attempts.
-
-    A row's number is its step, or after a restart the next unused one, if that is more.
+    earlier attempts. A row's is its step, or after a restart the next unused one, if that is more.
     """
     reached, num_after_restart = -1, 0
     for path in files:
@@ -137,12 +135,10 @@ class WandbSink:
         config: Mapping[str, Any] | None = None,
         guard: BestEffort | None = None,
     ) -> None:
-        """Open the run.
+        """Open the run, or continue that of `run_id`.
 
         Args:
-            mode: explicit, because wandb would prompt on the terminal.
             run_dir: holds wandb's files, and names the run; WANDB_DIR and WANDB_NAME win.
-            run_id: continue this run; None starts a new one.
             first_step: least of wandb's own counter, see `unused_step`.
             guard: of everything here; without it, failures are only warned of.
         """
