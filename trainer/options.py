@@ -73,8 +73,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 TextSplit = Literal["file", "blank_line"]
 WipeMode = Literal["none", "full", "lru", "periodic_stale"]
-
-
 DEFAULT_CAPACITY: Final = 4096
 
 

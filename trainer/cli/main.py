@@ -1,9 +1,8 @@
 """The program `train`: its options, its verbs, its exit codes.
 
 Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a
-user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Neither
-this module nor a verb imports anything slow (torch, numpy, pydantic) at the top, so that
-`train --help` answers at once: a verb imports what it needs when it is called.
+user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Modules of
+verbs import nothing slow (torch, numpy, pydantic) at the top, so that `train --help` answers at once.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps (train.steps).")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Run directory.", metavar="DIR")] = None,
     resume: Annotated[str | None, typer.Option(help=RESUME_HELP, metavar="off|auto|PATH")] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Number of ranks to start on this machine.")
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, max=1024, help="Ranks on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(help=STRATEGY_HELP, metavar="ddp|fsdp|hsdp")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Replicas of hsdp (distributed.replicas).")] = None,
     stdout: Annotated[str | None, typer.Option(help=STDOUT_HELP, metavar="json|line|off")] = None,
@@ -87,7 +84,8 @@ def train(
         given = [option for option, value in context.params.items() if value not in (None, False, [], ())]
         if given:
             name = f"--{given[0].replace('_', '-')}".replace("--overrides", "--set")
-            raise UserError(name, f"stands before {verb}", f"write it after, if {verb} takes it: train {verb} --help")
+            fix = f"write it after, if {verb} takes it: train {verb} --help"
+            raise UserError(name, f"stands before {verb}", fix)
         return
     config_path = require_config(config, "train")
     if run_dir == "":  # of a shell's variable that is not set
@@ -175,9 +173,7 @@ def _with_settings(arguments: list[str]) -> list[str]:
         if not argument.startswith("--") or not re.fullmatch(r"\w+(\.[\w-]+)+", key):
             found += [argument]
             continue
-        if not is_whole:
-            value = next(given, "--")
-        if not is_whole and value.startswith("--"):
+        if not is_whole and (value := next(given, "--")).startswith("--"):
             raise UserError(argument, "has no value", f"write {argument}=VALUE")
         found += ["--set", f"{key}={value}"]
     return found

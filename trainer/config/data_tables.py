@@ -96,14 +96,10 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
-        self.check()
+        """Refuse conflicting values: `check`, of a table or of its `Options`, raises a ValueError."""
+        if hasattr(self, "check"):
+            self.check()
         return self
-
-    def check(self) -> None:
-        """Refuse conflicting values with a ValueError; a table of `Options` as these do."""
-        check_options = getattr(super(), "check", None)
-        if check_options is not None:
-            check_options()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -132,9 +132,9 @@ class _Source:
         written = self._path if line is None else f"{self._path}:{line}"
         # The latest override of the key, of a table around it, or of something in it.
         for changed, origin in reversed(self._overrides):
-            if key and key[: len(changed)] == changed:
+            if key[: len(changed)] == changed:
                 return origin
-            if key and changed[: len(key)] == key:
+            if changed[: len(key)] == key:
                 return f"{origin} ({written})"
         return written
 

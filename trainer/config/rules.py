@@ -67,9 +67,8 @@ def largest_batch(mixing: MixingTable) -> int:
 
 def check_rules(config: RunConfig, world_size: int) -> Facts:
     """The numbers that follow from a config. Raises UserError or `UserErrors` if it cannot work."""
-    mixings = _mixings(config)
     # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
-    in_flight = sum(mixing.streams_open * largest_batch(mixing) for mixing in mixings)
+    in_flight = sum(mixing.streams_open * largest_batch(mixing) for mixing in _mixings(config))
     if reads_lanes(config):
         in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
@@ -90,8 +89,8 @@ def check_rules(config: RunConfig, world_size: int) -> Facts:
 
 def tokens_per_micro(config: RunConfig, num_shards: int) -> int:
     """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
-    mixings = _mixings(config)
-    return max(map(largest_batch, mixings), default=0) * num_shards * config.data.seq_len * config.data.values
+    cells = max(map(largest_batch, _mixings(config)), default=0) * num_shards
+    return cells * config.data.seq_len * config.data.values
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:

@@ -193,10 +193,8 @@ class OptimizerTable(Table):
 
 
 def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
-    """Refuse `args` without a `target`, and keys that a target replaces.
-
-    A key with its default value says nothing: a config with all defaults filled in is a config too.
-    """
+    """Refuse `args` without a `target`, and keys that a target replaces, unless they have their
+    defaults, as in a config with all filled in."""
     refuse_lone_args(table)
     fields = type(table).model_fields
     others = sorted(key for key in replaced if getattr(table, key) != fields[key].default)

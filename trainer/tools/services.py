@@ -1,11 +1,10 @@
-"""The sinks of a run that are services: TensorBoard's files, and Weights & Biases, best effort:
-online where there is a login, otherwise offline.
+"""The sinks of a run that are services: TensorBoard's files, and Weights & Biases, best effort.
 
-wandb drops a second `log` of a committed step with only a warning, so the training and evaluation
-payloads of a step are held back until the step is over and sent as one row. It also drops steps
-that are not above its own counter, so after a rewind (resume from an older checkpoint) rows get the
-next numbers that no attempt has used, and the x-axis is the logged `global_step`. The counter is
-kept here: wandb's own is 0 after a resume until the first row is sent, and always when offline.
+wandb drops a second `log` of a step, so the training and evaluation payloads of a step are held
+back until the step is over and sent as one row. It also drops steps that are not above its own
+counter, so after a resume from an older checkpoint rows get the next unused numbers, and the x-axis
+is the logged `global_step`. The counter is kept here: wandb's own is 0 when offline, and after a
+resume until the first row is sent.
 """
 
 from __future__ import annotations

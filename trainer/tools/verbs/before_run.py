@@ -67,12 +67,11 @@ def check(
             logger.warning("%s", doubt.message)
         facts = _derived(plan, model, device, plan_lanes(plan, width_of(model), device))
         report = "--no-contract" if no_contract else check_here(plan)
-        if not isinstance(report, str):
+        if isinstance(report, str):
+            facts["contract"] = f"not tried: {report}"
+        else:
             refuse_breaches(plan, report)
-    if isinstance(report, str):
-        facts["contract"] = f"not tried: {report}"
-    else:
-        facts["contract"] = report.to_json() if as_json else report.summary()
+            facts["contract"] = report.to_json() if as_json else report.summary()
     sources = {
         "sources": _sources(plan, content, runs_on(plan, model)),
         "parameter_groups": _parameter_groups(resolved, model),
