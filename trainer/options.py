@@ -61,8 +61,8 @@ class Options:
     @classmethod
     def of(cls, table: object, **others: Any) -> Self:
         """These options with the values of the fields that `table` has; `others` win."""
-        names = {each.name for each in fields(cls)} - others.keys()
-        return cls(**{name: getattr(table, name) for name in names if hasattr(table, name)}, **others)
+        names = [each.name for each in fields(cls) if hasattr(table, each.name)]
+        return cls(**{name: getattr(table, name) for name in names} | others)
 
 
 @cache
@@ -202,10 +202,8 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """m, the micro-batches of a step on each data shard: a constant, or a plan by steps.
-
-    `points`: step -> m from there on, ascending, the first at 0.
-    """
+    """m, the micro-batches of a step on each data shard: a constant, or a plan by steps. `points`:
+    step -> m from there on, ascending, the first at 0."""
 
     points: tuple[tuple[int, int], ...]
 
@@ -217,7 +215,7 @@ class MicroBatches:
     @property
     def is_constant(self) -> bool:
         """m never changes."""
-        return self.least == self.most
+        return len(set(map(itemgetter(1), self.points))) == 1
 
     @property
     def least(self) -> int:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from contextlib import suppress
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -75,8 +75,6 @@ def train(
 ) -> None:
     """Train recurrent-state sequence models on mixed data streams, from a TOML config."""
     if version:
-        from importlib import metadata
-
         echo(", ".join(f"{name} {metadata.version(name)}" for name in ("trainer", "torch")))
         raise typer.Exit
     verb = context.invoked_subcommand
@@ -116,9 +114,8 @@ def train(
         from trainer.training.open_run import Launch
 
     # The user's code, which is imported from here on, may change the working directory.
-    launch = Launch(
-        stop=stop, config_path=Path(config_path).absolute(), run_dir=run_dir and os.path.abspath(run_dir), parts=PARTS
-    )
+    run_dir = run_dir and os.path.abspath(run_dir)
+    launch = Launch(stop=stop, config_path=Path(config_path).absolute(), run_dir=run_dir, parts=PARTS)
     try:
         with located(config_path, settings):
             raise typer.Exit(train_here(loaded, launch))
@@ -143,7 +140,7 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
     except Exception as error:
-        # A wrong command line: typer has no public name for its exception, which is click's UsageError.
+        # A wrong command line: typer has no public name for click's UsageError.
         if not hasattr(error, "format_message"):
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "train")

@@ -54,6 +54,7 @@ Share = Annotated[float, Field(ge=0, le=1e15)]  # relative to the others: may be
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]  # three years; torch counts milliseconds
 Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 ImportPath = Annotated[str, Field(pattern=IMPORT_PATH, max_length=4096)]
 
 
@@ -185,7 +186,7 @@ class MixingOverride(Table):
 def refuse_lone_args(table: Any) -> None:
     """Refuse arguments of nothing."""
     if table.args and table.target is None:
-        raise ValueError("args are those of a target of your own: name it, or use the keys of this table")
+        raise ValueError("args are those of a target of your own: name it, or use this table's keys")
 
 
 class FilesTable(Table):
@@ -210,7 +211,7 @@ class FilesTable(Table):
     column: Text | None = None
     """Field of JSON lines, Parquet or Arrow with texts or lists of ids; absent: text or tokens."""
     loss_mask: Text | None = None
-    """Field that says which tokens are trained, as spans of the text or 0 and 1 for ids; absent: all."""
+    """Field of the tokens that are trained, as spans of the text or 0 and 1 for ids; absent: all."""
     target: ImportPath | None = None
     """Import path `package.module:function`: returns your own iterable of micro-batches."""
     args: Args = {}
@@ -313,7 +314,7 @@ class EvalTable(Table):
     batches: WholeNumber = 0
     """Number of random held-out micro-batches per rank and evaluation, about; 0: all, or as many
     as cost about 5 % of the time (docs/evaluation.md)."""
-    holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    holdout_fraction: BelowOne = 0.0
     """Fraction of each stream's documents to hold out, by a hash of their id."""
     depth: bool = False
     """Report the loss by the number of tokens read before, carried and from a zero state: up to

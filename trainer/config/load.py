@@ -65,7 +65,7 @@ def _below(outer: SourceTable, table: SourceTable, file: Path) -> SourceTable:
     name, above, own = f"{outer.name}.{table.name}", outer.weight, table.weight
     if isinstance(above, ScheduleTable):
         if isinstance(own, ScheduleTable):
-            problem = f"is a schedule, and so is the weight of {outer.name} above it; the two cannot be multiplied"
+            problem = f"is a schedule, and so is the weight of {outer.name} above it"
             raise UserError(f"{name}.weight", problem, "make one of them a constant", where=str(file))
         above, own = own, above
     weight: float | ScheduleTable
@@ -216,7 +216,8 @@ def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not separator or not all(parts):
-        raise UserError(f"--set {text}", "is not of the form table.key=value", "write --set data.mixing.batch_size=8")
+        fix = "write --set data.mixing.batch_size=8"
+        raise UserError(f"--set {text}", "is not of the form table.key=value", fix)
     node: Any = raw
     path: KeyPath = ()
     rest = ".".join(parts)
@@ -293,10 +294,11 @@ def recorded_settings(config: Mapping[str, Any], environment: Mapping[str, Any])
 def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
     """(problem, fix) of one error."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    names = tuple(part for part in path if isinstance(part, str))  # without indices
     if kind == "extra_forbidden":
-        return "unknown key", hint(path, model)
+        return "unknown key", hint(names, model)
     if kind == "missing":
-        field = next(field for keys, field in _all_keys(model) if keys == _names(path))
+        field = next(field for keys, field in _all_keys(model) if keys == names)
         header = f"[{_dotted(path)}]"
         if get_origin(field.annotation) is list:
             header = f"[{header}]"
@@ -313,8 +315,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
     if kind == "string_pattern_mismatch":
         return f"must be {FORMS[context['pattern']]}; got {shown(value)}", ""
     if kind == "value_error":  # raised by a validator of ours
-        text = details["msg"].removeprefix("Value error, ")
-        return text[:1].lower() + text[1:], ""
+        return details["msg"].removeprefix("Value error, "), ""
     must, plain = re.subn(r"^\w+ should (.*?)( after validation.*)?$", r"must \1", details["msg"])
     return f"{must}, got {shown(value)}" if plain else f"cannot be {shown(value)}", ""
 
@@ -330,13 +331,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def hint(path: KeyPath, model: type[BaseModel]) -> str:
-    """The fix for the unknown key at `path` below `model`: the keys that may be meant (of this name
-    in other tables, or the closest of this one), or all of this table."""
-    word, keys = str(path[-1]), [each for each, _ in _all_keys(model)]
-    known = sorted({each[-1] for each in keys if each[:-1] == _names(path[:-1])})
-    found = [".".join(each) for each in keys if each[-1] == word]
-    found = found or difflib.get_close_matches(word, known, n=1)
+def hint(names: Names, model: type[BaseModel]) -> str:
+    """The fix for an unknown key below `model`: the keys that may be meant (of this name in other
+    tables, or the closest of this one), or all of this table."""
+    keys = [each for each, _ in _all_keys(model)]
+    known = sorted({each[-1] for each in keys if each[:-1] == names[:-1]})
+    found = [".".join(each) for each in keys if each[-1] == names[-1]]
+    found = found or difflib.get_close_matches(names[-1], known, n=1)
     if 0 < len(found) <= 2:
         return f"did you mean {' or '.join(found)}?"
     return f"known keys: {', '.join(known)}" if known else ""
@@ -355,11 +356,6 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for argument in get_args(annotation) for found in _models_in(argument)]
-
-
-def _names(path: KeyPath) -> Names:
-    """The path without the indices of its elements."""
-    return tuple(part for part in path if isinstance(part, str))
 
 
 def _dotted(path: KeyPath) -> str:

@@ -14,6 +14,7 @@ from trainer.config.data_tables import (
     Args,
     AutoSwitch,
     BatchSize,
+    BelowOne,
     DataTable,
     EvalTable,
     Fraction,
@@ -76,7 +77,7 @@ class TrainTable(Table):
     """auto: CUDA where available, otherwise the CPU."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop the run, or skip the step, up to 10 in a row."""
-    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ema: BelowOne = 0.0
     """Decay (such as 0.999) of averaged weights (docs/evaluation.md#averaged-weights); 0: none."""
     spike_sigma: Factor = 0.0
     """Record a loss this many standard deviations (such as 6) above the running mean; 0: off."""
@@ -162,9 +163,6 @@ class OptimizerGroupTable(Table):
     """Theirs, for matrices and vectors alike; absent: as without the group."""
 
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
 class OptimizerTable(Table):
     """`[optimizer]`: how weights are updated."""
 
@@ -177,11 +175,11 @@ class OptimizerTable(Table):
     # Within float32: a rate may be chosen to diverge.
     lr: Annotated[float, Field(gt=0, le=1e38)] = 1e-3
     """Peak learning rate; one rate fits adamw and muon."""
-    betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """adamw: decay rates of the moving averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """adamw: added to the denominator of the update."""
-    momentum: Decay = 0.95
+    momentum: BelowOne = 0.95
     """muon and sgd: decay rate of the moving sum of gradients (Nesterov's)."""
     weight_decay: Factor = 0.1
     """Not for vectors: norms, biases, decay rates (docs/models.md)."""

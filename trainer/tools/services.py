@@ -75,8 +75,9 @@ def to_services(
     if table.tensorboard:
         from trainer.lab.tensorboard import TensorboardSink
 
-        files_of_it = TensorboardSink(run_dir.path / "tensorboard", flatten(settings))
-        sinks.append(BackgroundSink(files_of_it, name="tensorboard", guard=diagnostics.best_effort("tensorboard")))
+        board, guard = run_dir.path / "tensorboard", diagnostics.best_effort("tensorboard")
+        sink = TensorboardSink(board, flatten(settings))
+        sinks.append(BackgroundSink(sink, name="tensorboard", guard=guard))
     return sinks, run_id
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from trainer.training.build import Lanes
     from trainer.training.plan import Plan, Source
 
-WorldSizeOption = Annotated[int, Option("--world-size", "--nproc", min=1, max=10**6, help="World size to assume.")]
+_world_size = Option("--world-size", "--nproc", min=1, max=10**6, help="World size to assume.")
+WorldSizeOption = Annotated[int, _world_size]
 SCHEMA_NAME = "config.schema.json"
 config_app = Typer(help="The config's schema, and its keys.", no_args_is_help=True)
 
