@@ -54,7 +54,8 @@ def within(seconds: float, action: Callable[[], object]) -> bool:
     with suppress(RuntimeError):  # the interpreter is shutting down, and starts no thread
         thread.start()
         thread.join(seconds)
-    return not thread.is_alive()
+        return not thread.is_alive()
+    return False
 
 
 class StopRequest:

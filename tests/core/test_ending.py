@@ -16,7 +16,7 @@ def run(script: str) -> subprocess.CompletedProcess[bytes]:
 def test_a_thread_that_computes_is_work_and_the_one_that_asks_or_sleeps_is_none():
     script = """
 import threading, time
-from trainer.ending import ProcessorUse
+from trainer.ending import ProcessorUse, within
 def spin():
     end = time.thread_time() + 0.2
     while time.thread_time() < end:
@@ -30,6 +30,9 @@ assert use.is_working()
 spin()
 time.sleep(0.5)
 assert not use.is_working()
+start = threading.Thread.start
+threading.Thread.start = lambda _: start(worker)  # a RuntimeError: it has ended
+assert not within(1.0, print)
 """
     assert run(script).returncode == 0
 

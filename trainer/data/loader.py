@@ -343,7 +343,7 @@ class Reading:
             own = replace(next(filter(None, firsts)).masked().to(torch.device("cpu")), state=None)
             own.extras.pop("instability_meta_json", None)  # it holds open files, which would travel whole
             own = replace(own, located="{}")
-        (given,) = gather_from_ranks((own,), world_size=world_size)[giver]  # in tuples: it drops None
+        given = gather_from_ranks(own, world_size=world_size)[giver]
         assert given is not None
         filler = given.to(self._device)
         for shard, (first, state) in enumerate(zip(firsts, self._states, strict=True)):

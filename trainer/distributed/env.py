@@ -174,9 +174,9 @@ def gather_from_ranks(value: T, *, world_size: int) -> list[T]:
     """`value` of every rank, in rank order, on every rank. For small objects."""
     if world_size == 1:
         return [value]
-    values: list[T | None] = [None for _ in range(world_size)]
+    values = [value] * world_size
     dist.all_gather_object(values, value)
-    return [found for found in values if found is not None]
+    return values
 
 
 def from_main_rank(value: T, *, world_size: int) -> T:
@@ -199,7 +199,7 @@ def raise_on_all_ranks(*, world_size: int) -> Iterator[None]:
         yield
     except UserError as error:
         own = error
-    for speaker, (found,) in enumerate(gather_from_ranks((own,), world_size=world_size)):
+    for speaker, found in enumerate(gather_from_ranks(own, world_size=world_size)):
         if found is not None:
             found.speaker = speaker
             raise found from None

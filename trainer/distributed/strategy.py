@@ -151,7 +151,7 @@ def layout_for(options: StrategyOptions, info: RankInfo) -> Layout | None:
     if options.strategy == "hsdp":
         replicas = options.replicas or num_nodes(info)
     if info.world_size % replicas:
-        problem = f"{replicas} nodes do not divide {info.world_size} ranks"
+        problem = f"{replicas} replicas do not divide {info.world_size} ranks"
         raise UserError("distributed.replicas", problem, "set it to a number that does")
     return Layout(replicas, info.world_size // replicas)
 

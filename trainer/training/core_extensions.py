@@ -33,6 +33,7 @@ class StepDetails(Extension):
         sources, modalities: labels whose losses are reported; others are left out.
         bytes_of: bytes of text of each token id, [V], on the device; None: no bits per byte.
         diagnostics: guards losses by token type and by label, so that a failure costs only those.
+        has_loss: False: the loss itself comes from the step's own reduction.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class StepDetails(Extension):
         modalities: Collection[str] = (),
         bytes_of: Tensor | None = None,
         diagnostics: Diagnostics | None = None,
+        has_loss: bool = True,
     ) -> None:
         diagnostics = diagnostics or Diagnostics()
         self._token_types, self._bytes_of = token_types, bytes_of
@@ -54,9 +56,8 @@ class StepDetails(Extension):
         self._sums: dict[str, SumCount] = {}
         self._has_model_metrics = bool(model_metrics)
         self._model_metrics = Recorder(leave_out=diagnostics.best_effort("model").leave_out)
-        keys = ["loss", "accuracy"]
-        if bytes_of is not None:
-            keys.append("bits_per_byte")
+        self._has_loss = has_loss
+        keys = ["accuracy"] + ["loss"] * has_loss + ["bits_per_byte"] * (bytes_of is not None)
         keys += [*model_metrics, *(f"objective/{name}" for name in components)]
         keys += [f"token_type/{name}/{what}" for name in token_types for what in ("loss", "accuracy")]
         keys += [f"{kind}/{name}/loss" for kind, names in self._names.items() for name in names]
@@ -64,7 +65,7 @@ class StepDetails(Extension):
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Add one micro-batch."""
-        if result.parts:  # an evaluation need not have those of the model
+        if self._has_loss and result.parts:  # an evaluation need not have those of the model
             self._put("loss", result.loss_sum.detach(), result.num_tokens)
         for name, (total, count) in result.parts.items():
             self._put(f"objective/{name}", total, count)
@@ -126,9 +127,8 @@ class StepDetails(Extension):
     ) -> None:
         weights = weights_of(micro.targets)
         columns = torch.stack([loss.double(), weights.double()], dim=-1).flatten(0, 1)  # [B T, 2]
-        # Positions without a segment count to the first: their loss and mask are 0.
-        places = to_device(segments.clip(0).ravel(), loss.device)
-        sums = columns.new_zeros(max(len(labels), 1), 2).index_add_(0, places, columns)
+        places = to_device(segments.ravel() + 1, loss.device)  # 0: no segment
+        sums = columns.new_zeros(len(labels) + 1, 2).index_add_(0, places, columns)[1:]
         for name in names:
             is_of_name = [float(label == name) for label in labels]
             total, count = torch.tensor(is_of_name, dtype=sums.dtype, device=sums.device) @ sums
@@ -197,7 +197,7 @@ class Replicas(Extension):
         event = {"event": "replicas_differ", "global_step": step.number, "ranks": odd}
         self.run.event({**event, "digests": list(map(int, sums))})
         self.run.failure = (
-            f"step {step.number}: the weights of rank {odd} are not those of most ranks; "
+            f"step {step.number}: the weights of rank {odd} are not those of rank {sums.index(usual)}; "
             f"they agreed after step {self._agreed}: memory, a device, or code that changes weights is at fault; "
             "resume from a checkpoint until then"
         )

@@ -16,7 +16,6 @@ The return value of `updated` is summed over ranks for `settled`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag, auto
@@ -41,6 +40,7 @@ from trainer.on_device import HostCopy
 from trainer.training import Found
 from trainer.training.plan import Plan
 from trainer.training.run_dir import RunDir
+from trainer.training.tensor_files import pack, unpack
 from trainer.training.train_state import Position, TrainState
 from trainer.wording import short_repr
 
@@ -188,7 +188,7 @@ class Extension:
         more with `is_last` where the data end behind it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resumed run: fits JSON, and is the same on all ranks."""
+        """The state for a resumed run: plain values in dicts, lists and tuples; the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -356,17 +356,20 @@ class Extensions:
     def state_dict(self) -> dict[str, Any]:
         """The states by name; of an extension that is off, its last."""
         for each in self._by_moment["state_dict"]:
-            state = each.call("state_dict")
-            if isinstance(state, dict) and each.guard.run(json.dumps, state) is not None:
-                self._states[each.name] = state
-            elif state is not None:
-                each.guard.fail(TypeError(f"state_dict() gave {short_repr(state)}, no dict"))
+            each.guard.run(self._keep_state, each)
         return dict(self._states)
+
+    def _keep_state(self, each: _Guarded) -> None:
+        state = each.extension.state_dict()
+        kept, tensors = pack(state)
+        if tensors or not isinstance(state, dict):
+            raise TypeError(f"state_dict() gave {short_repr(state)}, no dict of plain values")
+        self._states[each.name] = kept
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from saved states; an extension without one starts anew."""
-        self._states |= {name: state for name, state in states.items() if state is not None}
+        self._states |= states
         for each in self._by_moment["load_state_dict"]:
-            if states.get(each.name) is not None:
+            if each.name in states:
                 # Unguarded: a state that cannot be restored is the checkpoint's fault.
-                each.extension.load_state_dict(states[each.name])
+                each.extension.load_state_dict(unpack(states[each.name], {}.__getitem__))

@@ -235,9 +235,7 @@ def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True
             drained = dict.fromkeys(run.operations)
         recorded.append(drained)
     how: dict[str, Any] = {"device": view.device, "world_size": world_size, "guard": guard("reduction")}
-    reduced = reduce_over_ranks(recorded, run.operations, **how)
-    reduced.pop("loss", None)  # the outcome has it, from the step's own reduction
-    return reduced
+    return reduce_over_ranks(recorded, run.operations, **how)
 
 
 def reject(run: Run, taken: InFlight, step: Step) -> None:

@@ -385,7 +385,7 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
         "profile": (view.info.is_main and config.metrics.profile, "metrics.profile"),
         "progress": (view.info.is_main and "progress" in view.plan.parts.extensions and is_terminal(), "stderr"),
     }
-    found: dict[str, Extension] = {"step_details": make_details(view.plan, view.diagnostics, auxiliary)}
+    found: dict[str, Extension] = {"step_details": make_details(view.plan, view.diagnostics, auxiliary, has_loss=False)}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(view, auxiliary.metric_keys)
     if view.info.world_size > 1 and view.plan.layout is None and config.metrics.compare_replicas:

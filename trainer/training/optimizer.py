@@ -99,7 +99,7 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
         return peak
     start = table.warmup_steps
     if table.name == "wsd":
-        start = max(start, steps - math.ceil(table.decay_fraction * steps))
+        start = max(start, steps - math.ceil(round(table.decay_fraction * steps, 6)))  # 0.07 * 100 > 7
     progress = min(max(step - start, 0) / max(steps - start, 1), 1.0)
     height = 1 - progress
     if table.name == "cosine":
@@ -107,14 +107,14 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
     return peak * (table.min_lr_ratio + (1 - table.min_lr_ratio) * height)
 
 
-def _custom_lr(target: str, function: Callable[[int], float], step: int) -> float:
+def _custom_lr(target: str, function: Callable[[int], float], reached: int) -> float:
     """The rate that a custom function returns. A UserError if it fails, or returns no rate."""
-    with users_code("scheduler.target", f"{target} fails at step {step}"):
-        found: Any = function(step)
+    with users_code("scheduler.target", f"{target} fails for {reached}"):
+        found: Any = function(reached)
         # float("0.1") would pass a text on as a number.
         rate = math.nan if isinstance(found, str) else float(found)
     if not 0 <= rate < math.inf:
-        problem = f"{target} gave {found!r} at step {step}, which is no learning rate"
+        problem = f"{target} gave {found!r} for {reached}, which is no learning rate"
         raise UserError("scheduler.target", problem, "return a finite number that is not negative")
     return rate
 
@@ -236,6 +236,6 @@ def parameter_groups(
     unused = [repr(group.match) for number, group in enumerate(table.group) if number not in used]
     if unused:
         names = ", ".join(list(dict(model.named_parameters()))[:3])
-        problem = f"{', '.join(unused)} matches no parameter"
+        problem = f"{', '.join(unused)} is the first match of no parameter that is trained"
         raise UserError("optimizer.group", problem, f"names are such as {names}")
     return [found[key] for key in sorted(found)]

@@ -8,6 +8,7 @@ import torch
 
 from tests.support.gloo import make_step, run_on_ranks
 from trainer.data.loader import Carry, MicroBatch
+from trainer.distributed.env import gather_from_ranks
 from trainer.distributed.strategy import Replicated, Strategy
 from trainer.ledger import Ledger, LedgerOptions
 from trainer.metrics.gradient_noise import GradientNoiseScale
@@ -101,6 +102,7 @@ def test_a_step_without_tokens_changes_nothing(monkeypatch):
 
 
 def poisoned_step(rank: int, world: int) -> Numbers:
+    assert gather_from_ranks(rank or None, world_size=world) == [None, 1]
     return one_step(rank, world, 1, poisoned=1)
 
 

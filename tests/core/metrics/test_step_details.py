@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,9 @@ def test_losses_by_source_and_modality_are_those_of_their_rows():
     assert values["source/right/loss"] == pytest.approx(float(ce[1, 0, 0]))
     assert values["modality/text/loss"] == pytest.approx(values["loss"])
     assert values["accuracy"] == pytest.approx(2 / 3)
+    segments = np.array([[-1, 0, 0], [1, 1, 1]])
+    values, _ = collected({"dataset_labels": ("left", "right"), "segment_ids": segments})
+    assert values["source/left/loss"] == pytest.approx(float(ce[0, 1, 2]))
 
 
 @pytest.mark.parametrize("types", [[[0, 1, 0], [1, 1, 1]], [[0, 1, -1], [1, -1, -1]]])
