@@ -144,9 +144,9 @@ class ModelMetrics(Extension):
 
     every_step = True
 
-    def __init__(self, run: RunView, metric_keys: Sequence[str]) -> None:
+    def __init__(self, run: RunView) -> None:
         super().__init__(run)
-        self.metric_keys = metric_keys
+        self.metric_keys = run.auxiliary.metric_keys
 
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Add one micro-batch."""

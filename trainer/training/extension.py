@@ -35,7 +35,7 @@ from trainer.errors import UserError
 from trainer.metrics.aggregate import Recorder, Reported
 from trainer.metrics.best_effort import BestEffort, Diagnostics
 from trainer.metrics.sinks import EventWriter
-from trainer.objective import ObjectiveOutput
+from trainer.objective import Auxiliary, ObjectiveOutput
 from trainer.on_device import HostCopy
 from trainer.training import Found
 from trainer.training.plan import Plan
@@ -106,6 +106,7 @@ class RunView:
     first_step: int
     position: Position
     found: Found | None  # the checkpoint that the run continues
+    auxiliary: Auxiliary  # losses and metrics of the model's output
     evaluator: Evaluator | None = None
     watchdog: Watchdog = field(init=False)  # an extension that takes long tells it
     failure: str = ""
@@ -369,7 +370,8 @@ class Extensions:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue from saved states; an extension without one starts anew."""
         self._states |= states
+        no_tensors: dict[str, Tensor] = {}
         for each in self._by_moment["load_state_dict"]:
             if each.name in states:
                 # Unguarded: a state that cannot be restored is the checkpoint's fault.
-                each.extension.load_state_dict(unpack(states[each.name], {}.__getitem__))
+                each.extension.load_state_dict(unpack(states[each.name], no_tensors.__getitem__))

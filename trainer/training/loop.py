@@ -120,22 +120,17 @@ def next_order(run: Run, before: InFlight | None) -> Order:
     """The next step."""
     position, length, micro_batches = run.position, run.length, run.micro_batches
     number = 1 + (position.step if before is None else before.order.number)
-    num_micros, reached, num_before = micro_batches.at(number), number, 0
-    if number > 1:
-        num_before = micro_batches.at(number - 1)
+    num_micros, reached = micro_batches.at(number), number
     if length.micro_tokens:
         # The tokens of `before` are not known: those through the step before it.
         tokens_before = position.tokens_before if before is None else position.tokens
+        num_before = micro_batches.at(number - 1) * (number > 1)
         reached = min(tokens_before + (num_micros + num_before) * length.micro_tokens, length.total)
     is_last = reached >= length.total
     is_logged = is_last or run.tracker.will_log(number)
-    is_read_at_once = is_logged or is_boundary(run, number)
+    # An evaluation, a save, or what an extension does then, may follow it.
+    is_read_at_once = is_logged or 0 in map(number.__mod__, run.periods)
     return Order(number, num_micros, reached, run.schedule(reached), is_last, is_logged, is_read_at_once)
-
-
-def is_boundary(run: Run, number: int) -> bool:
-    """Whether the step is followed by an evaluation, a save, or what an extension does then."""
-    return 0 in map(number.__mod__, run.periods)
 
 
 def own_flags(run: Run, window: Sequence[MicroBatch]) -> Flag:
@@ -228,12 +223,7 @@ def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True
                 found = dict.fromkeys(reporter.metric_keys)
             position.unlogged[shard].add(found)
         view.recorder.add(run.extensions.drained())
-    recorded = []
-    for recorder in position.unlogged:
-        drained = guard("metrics").run(recorder.drain_metrics)
-        if drained is None:
-            drained = dict.fromkeys(run.operations)
-        recorded.append(drained)
+    recorded = [recorder.drain_metrics() for recorder in position.unlogged]
     how: dict[str, Any] = {"device": view.device, "world_size": world_size, "guard": guard("reduction")}
     return reduce_over_ranks(recorded, run.operations, **how)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.logger import get_logger, is_terminal
 from trainer.metrics.sinks import Output
 from trainer.metrics.tracker import MetricsTracker
-from trainer.objective import Auxiliary, Loss
+from trainer.objective import Loss
 from trainer.on_device import memory_of
 from trainer.options import MicroBatches
 from trainer.training import MISSING, NO_PARTS, Found, Graphs, Parts, Uploads, need
@@ -56,7 +56,6 @@ from trainer.training.train_state import Position
 from trainer.wording import error_text, few, short_repr
 
 logger = get_logger(__name__)
-OF_RANK_0 = ("profile", "progress")  # extensions
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,6 @@ class Placed:
     found: Found | None  # the checkpoint
     uploads: Uploads | None  # to a store, on rank 0
     fingerprint: Fingerprint  # of the data
-
-
-@dataclass(frozen=True)
-class Built:
-    """What has a state, as the checkpoint left it, and what is computed with it."""
-
-    view: RunView
-    auxiliary: Auxiliary
-    sets: Sequence[EvalSet]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -120,16 +110,24 @@ def open_run(
     `stack` closes the parts that are opened here; `after_group`, closed after the process group,
     waits for uploads while no rank waits."""
     placed = place(plan, launch, info, stack)
-    built = build(placed, info, device, stack)
-    view, messages = built.view, plan.parts.messages
+    view, sets = build(placed, info, device, stack)
+    messages = plan.parts.messages
     if _end_if_over(view):
         return None
     contract = _check_contract(view)
     # The record is written from here on: a run refused earlier has left it as it was.
-    open_files(view, placed.uploads, launch, stack, after_group)
+    begin_record(view, stack)
+    stack.push(partial(_leave_reason, view))
+    run_dir, position, uploads = view.run_dir, view.position, placed.uploads
+    # For a stop that waits for nothing, such as a second Ctrl-C.
+    launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
+    if uploads is not None:
+        uploads.begin(run_dir, position.step, view.diagnostics)
+        after_group.callback(uploads.wait, launch.stop)
+    open_record(view, stack, launch.config_path, launch.stdout)
     if info.is_main and messages is not None:
         messages.begun(view)
-    run = assemble(placed, built, launch, stack)
+    run = assemble(placed, view, sets, launch, stack)
     if contract is not None:
         view.event(contract)
     return run
@@ -146,8 +144,8 @@ def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Place
     return Placed(replace(plan, recorded_sets=recorded_sets(plan, saved)), run_dir, found, uploads, fingerprint)
 
 
-def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> Built:
-    """Make the parts that have a state, and restore it."""
+def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> tuple[RunView, Sequence[EvalSet]]:
+    """Make the parts that have a state, and restore it; and what evaluations read."""
     plan, found = placed.plan, placed.found
     # The same lanes on all ranks, whatever their hosts: a checkpoint has those of rank 0.
     own = memory_of(device), allow_open_files()
@@ -184,29 +182,14 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
         first_step=position.step,
         position=position,
         found=found,
+        auxiliary=auxiliary,
     )
-    return Built(view, auxiliary, sets)
+    return view, sets
 
 
-def open_files(
-    view: RunView, uploads: Uploads | None, launch: Launch, stack: ExitStack, after_group: ExitStack
-) -> None:
-    """Begin to write: the directory, the record, and on rank 0 the uploads."""
-    run_dir, info, position = view.run_dir, view.info, view.position
-    begin_record(view, stack)
-    stack.push(partial(_leave_reason, view))
-    # For a stop that waits for nothing, such as a second Ctrl-C.
-    launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
-    if uploads is not None:
-        uploads.begin(run_dir, position.step, view.diagnostics)
-        after_group.callback(uploads.wait, launch.stop)
-    open_record(view, stack, launch.config_path, launch.stdout)
-
-
-def assemble(placed: Placed, built: Built, launch: Launch, stack: ExitStack) -> Run:
+def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Launch, stack: ExitStack) -> Run:
     """The parts of the loop, and the run that they make up."""
     # No part refers to the run, so that a finished run is freed, and the process group with it.
-    view = built.view
     plan, config, state, info, device = view.plan, view.config, view.state, view.info, view.device
     row_model, loss = model_and_loss(state.model, plan, device)
     if config.train.compile:  # not earlier: the few tokens of a check would be compiled for, too
@@ -216,27 +199,18 @@ def assemble(placed: Placed, built: Built, launch: Launch, stack: ExitStack) -> 
     reading = _start_reading(view, stack)
     extensions = Extensions(view.diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
-    train_step = _make_train_step(view, step_model, loss, built.auxiliary, extensions)
+    train_step = _make_train_step(view, step_model, loss, extensions)
     view.watchdog = _start_watchdog(view, reading, train_step)
     stack.callback(view.watchdog.close)
     evaluator = None
     if config.eval.every:
-        evaluator = view.evaluator = Evaluator(
-            plan,
-            state.model,
-            row_model,
-            loss,
-            built.auxiliary,
-            info,
-            device,
-            view.strategy,
-            view.diagnostics,
-            built.sets,
-        )
-    extensions.add(_load_extensions(view, built.auxiliary))
+        place = info, device, view.strategy, view.diagnostics
+        evaluator = Evaluator(plan, state.model, row_model, loss, view.auxiliary, *place, sets)
+        view.evaluator = evaluator
+    extensions.add(_load_extensions(view))
     if view.found is not None:
         path, saved = view.found
-        for each in built.sets:
+        for each in sets:
             before = saved.get("evaluated", {}).get(each.name, each.read)
             if each.read != before:
                 text = "%s: evaluations read %s, and %s before the checkpoint: do not compare their numbers"
@@ -296,9 +270,7 @@ def _start_reading(view: RunView, stack: ExitStack) -> Reading:
     plan, state, position = view.plan, view.state, view.position
     # Refuses a state that a checkpoint cannot keep before the first step, not at the first save.
     pack(position.data_states, "data")
-    full_tokens, loaders = 0, []
-    if plan.facts.tokens_per_micro:
-        full_tokens = max_tokens_per_micro(plan)
+    loaders = []
     for shard in state.shards:
         loader = Loader(
             shard.dataset,
@@ -306,7 +278,7 @@ def _start_reading(view: RunView, stack: ExitStack) -> Reading:
             accepted=accepted_inputs(state.model),
             prefetch=plan.config.data.prefetch,
             guard=view.diagnostics.best_effort("data metrics"),
-            full_tokens=full_tokens,
+            full_tokens=plan.facts.tokens_per_micro // plan.facts.data_shards,
         )
         loaders.append(loader)
         stack.callback(loader.close)
@@ -329,11 +301,9 @@ def _start_watchdog(view: RunView, reading: Reading, train_step: TrainStep) -> W
     )
 
 
-def _make_train_step(
-    view: RunView, step_model: nn.Module, loss: Loss, auxiliary: Auxiliary, extensions: Extensions
-) -> TrainStep:
+def _make_train_step(view: RunView, step_model: nn.Module, loss: Loss, extensions: Extensions) -> TrainStep:
     """The part that runs the steps. `step_model`: the model as its strategy runs it."""
-    plan, state, config = view.plan, view.state, view.config
+    plan, state, config, auxiliary = view.plan, view.state, view.config, view.auxiliary
     if auxiliary.losses:
         weights = [f"{name} with weight {each.weight:g}" for name, each in auxiliary.losses.items()]
         logger.info("objective.losses: %s", ", ".join(weights))
@@ -355,11 +325,11 @@ def _make_train_step(
         extensions=extensions,
         diagnostics=view.diagnostics,
         lane_sets=state.shards[0].dataset.lane_sets,
-        graphs=_make_graphs(view, auxiliary),
+        graphs=_make_graphs(view),
     )
 
 
-def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Graphs | None:
+def _make_graphs(view: RunView) -> Graphs | None:
     """Runs the forward and backward of a micro-batch as a CUDA graph; None: nothing does."""
     asked, models = view.config.train.cuda_graph, view.plan.parts.models
     if view.device.type != "cuda" or not asked:
@@ -367,15 +337,15 @@ def _make_graphs(view: RunView, auxiliary: Auxiliary) -> Graphs | None:
     if models is None and asked == "auto":
         logger.info("the step runs without CUDA graphs: %s", MISSING)
         return None
-    return need(models, "train.cuda_graph").make_graphs(view.plan, view.device, view.strategy, auxiliary)
+    return need(models, "train.cuda_graph").make_graphs(view.plan, view.device, view.strategy, view.auxiliary)
 
 
-def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension]:
+def _load_extensions(view: RunView) -> dict[str, Extension]:
     """The extensions of a run, by name. One that is off is not imported.
 
-    A UserError on all ranks if one cannot be made; one of rank 0 alone is left out with a warning.
+    A UserError on all ranks if one cannot be made.
     """
-    config = view.config
+    config, auxiliary = view.config, view.auxiliary
     asked = {  # those beyond the core: whether they are on, and the key that says so
         "per_layer": (config.metrics.per_layer, "metrics.per_layer"),
         "ema": (config.train.ema, "train.ema"),
@@ -387,7 +357,7 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
     }
     found: dict[str, Extension] = {"step_details": make_details(view.plan, view.diagnostics, auxiliary, has_loss=False)}
     if auxiliary.metric_keys:
-        found["model metrics"] = ModelMetrics(view, auxiliary.metric_keys)
+        found["model metrics"] = ModelMetrics(view)
     if view.info.world_size > 1 and view.plan.layout is None and config.metrics.compare_replicas:
         found["replicas"] = Replicas(view)
     with raise_on_all_ranks(world_size=view.info.world_size):
@@ -395,15 +365,8 @@ def _load_extensions(view: RunView, auxiliary: Auxiliary) -> dict[str, Extension
             if not is_on:
                 continue
             path = need(view.plan.parts.extensions.get(name), key)
-            make: Callable[[RunView], Extension] = resolve_target(path, key)
-            try:
-                found[name] = make(view)
-            except UserError:
-                raise
-            except Exception as error:
-                if name not in OF_RANK_0:  # a rank without it would be missing in the sums
-                    raise UserError(key, f"cannot be made: {error_text(error)}", "set it off") from error
-                view.diagnostics.best_effort(name).fail(error)
+            with users_code(key, "cannot be made", "set it off"):
+                found[name] = resolve_target(path, key)(view)
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(view, **table.args)
