@@ -30,8 +30,7 @@ assert use.is_working()
 spin()
 time.sleep(0.5)
 assert not use.is_working()
-start = threading.Thread.start
-threading.Thread.start = lambda _: start(worker)  # a RuntimeError: it has ended
+threading.Thread.start = worker.start  # a RuntimeError: it has ended
 assert not within(1.0, print)
 """
     assert run(script).returncode == 0

@@ -258,7 +258,7 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def unused_error(names: Sequence[str], fix: str, otherwise: str = "") -> UserError:
-    """The error of parameters that had no part in the loss; `otherwise`: what is known without names."""
+    """The error of parameters that had no part in the loss; `otherwise`: known without names."""
     which = counted(len(names), "parameter") if names else "a parameter"
     problem = f"{which} took no part in a step's last micro-batch, so that the gradients of the "
     problem += f"ranks cannot be averaged: {few(names) or otherwise}"

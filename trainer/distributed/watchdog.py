@@ -179,7 +179,8 @@ class Watchdog:
                 self._end(self.hang)
                 break
             is_over = self._is_closed.wait(self._interval)
-        self._if_store_lives(lambda: self._store.set(f"rank_{self._info.rank}", ""))  # silent, but not missing
+        # Silent, but not missing.
+        self._if_store_lives(lambda: self._store.set(f"rank_{self._info.rank}", ""))
         faulthandler.cancel_dump_traceback_later()
 
     def _own_heartbeat(self) -> Heartbeat:
@@ -216,7 +217,7 @@ class Watchdog:
         return True
 
     def _heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """The last heartbeat of each rank, to which its silence is added; None before the first and after the end."""
+        """The last heartbeat of each rank, with its silence; None before the first and after the end."""
         keys = [f"rank_{rank}" for rank in ranks]
         if self._store.check(keys):
             texts = [value.decode() for value in self._store.multi_get(keys)]

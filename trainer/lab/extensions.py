@@ -33,7 +33,7 @@ from trainer.training.train_state import open_model, read_like
 from trainer.wording import counted
 
 logger = get_logger(__name__)
-AVERAGES: Final = "ema."  # begins the names of the averages in a checkpoint, before that of the parameter
+AVERAGES: Final = "ema."  # begins the names of the averages in a checkpoint
 
 
 class AveragedWeights(Extension):
@@ -110,12 +110,12 @@ class BestCheckpoint(Extension):
         refuse_unfit_best(run.config)
         self._key = run.config.checkpoint.keep_best or ""
         self._best: dict[str, Any] = {}
-        # The evaluation that a resume makes up for is of a checkpoint that may be in another directory.
+        # The evaluation that a resume makes up for may be of a checkpoint in another directory.
         self._begins_here = run.found is None or run.found[0].resolve().parent == run.run_dir.checkpoints.resolve()
         self._first = run.first_step + (not self._begins_here)
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """Save after an evaluation that is the best; end the run if the first has no such number."""
+        """Save after the best evaluation; end the run if the first has no such number."""
         before, (_, found) = self._best, self.run.position.last_eval or (0, {})
         if self.state_dict() != before:
             self.run.position.must_save = True
@@ -126,7 +126,7 @@ class BestCheckpoint(Extension):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best with the last evaluation, which may be that of a resume, before the first step."""
+        """The best with the last evaluation, perhaps that of a resume, before the first step."""
         step, found = self.run.position.last_eval or (0, {})
         value = found.get(self._key, math.nan)
         if step >= self._first and value < self._best.get("value", math.inf):  # never NaN
@@ -134,7 +134,7 @@ class BestCheckpoint(Extension):
         return self._best
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the best so far, if it is there: not in another directory, or with another key."""
+        """Continue with the best so far, if it is in this directory and has the same key."""
         there = self.run.run_dir.checkpoints / checkpoint_name(state.get("step", -1)) / MARKER
         is_there = from_main_rank(there.exists(), world_size=self.run.info.world_size)
         if self._begins_here and is_there and state["key"] == self._key:
@@ -145,7 +145,7 @@ class BestCheckpoint(Extension):
 
 
 def refuse_unfit_best(config: RunConfig) -> None:
-    """Refuse a `checkpoint.keep_best` that no evaluation gives, or whose lowest value is the worst."""
+    """Refuse a `checkpoint.keep_best` that no evaluation gives, or whose lowest is the worst."""
     key, table = config.checkpoint.keep_best, config.eval
     lowest, sets = "loss|loss_se|perplexity|bits_per_byte", "|".join(re.escape(each.name) for each in table.source)
     pattern = f"eval_({lowest}|.+/.+)|eval/({sets})/({lowest})|eval/(.+/)?depth/.+"

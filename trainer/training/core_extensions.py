@@ -198,6 +198,6 @@ class Replicas(Extension):
         self.run.event({**event, "digests": list(map(int, sums))})
         self.run.failure = (
             f"step {step.number}: the weights of rank {odd} are not those of rank {sums.index(usual)}; "
-            f"they agreed after step {self._agreed}: memory, a device, or code that changes weights is at fault; "
-            "resume from a checkpoint until then"
+            f"they agreed after step {self._agreed}; resume from a checkpoint until then: "
+            "memory, a device, or code that changes weights is at fault"
         )

@@ -1,4 +1,4 @@
-"""Evaluation on documents that are not trained on, for a run and for `train eval`. It never changes training."""
+"""Evaluation on documents that are not trained on, which changes no number of training."""
 
 from __future__ import annotations
 
@@ -252,9 +252,7 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
         return []
     own = [source for source in plan.sources if source.streams and not source.is_off]
     if table.holdout_fraction > 0 and own:
-        runs = 1
-        if table.depth and has_state:
-            runs = 2
+        runs = 1 + (table.depth and has_state)
         sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         num = each.batches or ALL

@@ -1,4 +1,4 @@
-"""Extensions of a run, and what they see of it: called at named moments of the loop, each behind a guard.
+"""Extensions of a run, called at named moments of the loop behind a guard, and what they see of it.
 
     class RouterBalance(Extension):
         metric_keys = ("moe/balance",)
@@ -110,7 +110,8 @@ class RunView:
     evaluator: Evaluator | None = None
     watchdog: Watchdog = field(init=False)  # an extension that takes long tells it
     failure: str = ""
-    """Set by an extension, on all ranks alike, to end the run before anything more is saved."""
+    """Set by an extension, on all ranks alike, to end the run before anything more is saved; at the
+    boundary of the last step, after the last save."""
 
     @property
     def model(self) -> nn.Module:
@@ -189,7 +190,7 @@ class Extension:
         more with `is_last` where the data end behind it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resumed run: plain values in dicts, lists and tuples; the same on all ranks."""
+        """For a resumed run: plain values in dicts, lists and tuples; the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -287,12 +288,12 @@ class Extensions:
         return [partial(each.call, moment) for each in self._measuring if each.has(moment)]
 
     def sum_up(self, is_rejected: Tensor) -> Measured | None:
-        """Call `optimizer_done` and `updated`, and start to sum over ranks; None: nothing is summed."""
+        """Call `optimizer_done` and `updated`, and start to sum; None: nothing is summed."""
         if not self._measuring:
             return None
         for each in self._measuring:
             if each.guard.enabled and each.has("optimizer_done"):
-                each.extension.optimizer_done(is_rejected)  # no guard: half a result is worse than none
+                each.extension.optimizer_done(is_rejected)  # half a result is worse than none
         summing = [each for each in self._measuring if each.extension.num_sums]
         if not summing:
             return None
@@ -308,7 +309,7 @@ class Extensions:
         return Measured(summing, HostCopy(packed))
 
     def settle(self, step: Step, measured: Measured | None) -> None:
-        """Pass on a step and its sums; one whose sums failed on any rank is off on all from now on."""
+        """Pass on a step and its sums; an extension that gave none on a rank is off on all."""
         found: dict[str, Sequence[float]] = {}
         if measured is not None:
             found = self._read(measured, step)

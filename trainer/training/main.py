@@ -54,12 +54,10 @@ def train(config: RunConfig, launch: Launch) -> int:
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
-        plan = make_plan(config, info.world_size, parts=launch.parts)
-        tokenized = _with_tokens(plan, info, launch)
-        if tokenized is None:
+        plan = _with_tokens(make_plan(config, info.world_size, parts=launch.parts), info, launch)
+        if plan is None:
             logger.warning("stopped while text was tokenized; the same command continues")
             return EXIT_FAILED
-        plan = tokenized
         if device.type != "cuda":
             raise_found(needs_of_cuda(config.train))
         timeout = config.distributed.timeout_sec
@@ -128,7 +126,7 @@ class End:
 
 @contextmanager
 def recorded(run: Run) -> Iterator[End]:
-    """Around the loop, which leaves its reason in `End`: records in status.json how the run ends."""
+    """Around the loop, which leaves its reason in `End`: status.json records how the run ends."""
     view, end, messages = run.view, End(), run.view.plan.parts.messages
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):

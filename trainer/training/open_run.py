@@ -90,7 +90,7 @@ class Run:
     length: Length
     schedule: Schedule
     micro_batches: MicroBatches  # of each data shard in a step
-    periods: Set[int]  # multiples of these are read before the next step: evaluations, saves, extensions
+    periods: Set[int]  # of evaluations, saves, extensions: the next step waits for multiples
     stop: StopRequest
     tracker: MetricsTracker
     operations: Operations  # how metrics combine over ranks
@@ -200,7 +200,17 @@ def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Lau
     extensions = Extensions(view.diagnostics, device=device, world_size=info.world_size)
     stack.callback(extensions.close)
     train_step = _make_train_step(view, step_model, loss, extensions)
-    view.watchdog = _start_watchdog(view, reading, train_step)
+    run_dir, position = view.run_dir, view.position
+    view.watchdog = start_watchdog(
+        info,
+        timeout_sec=config.distributed.timeout_sec,
+        log=run_dir.log_file(info.rank),
+        # Called from another thread when this one hangs: nothing here may wait for it.
+        on_end=lambda reason: run_dir.abandon(info, reason, step=position.step),
+        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
+        signs=lambda: train_step.ready_at,
+        groups=view.strategy.groups,
+    )
     stack.callback(view.watchdog.close)
     evaluator = None
     if config.eval.every:
@@ -213,7 +223,7 @@ def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Lau
         for each in sets:
             before = saved.get("evaluated", {}).get(each.name, each.read)
             if each.read != before:
-                text = "%s: evaluations read %s, and %s before the checkpoint: do not compare their numbers"
+                text = "%s: evaluations read %s, and %s before: do not compare their numbers"
                 logger.warning(text, each.name or "held-out documents", each.read, before)
         # After all are added: the states of those that are off now are kept for a later resume.
         with loading(path, "extensions"):
@@ -221,7 +231,7 @@ def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Lau
     own_keys = [*state.shards[0].dataset.metric_keys, *extensions.metric_keys]
     return Run(
         view=view,
-        position=view.position,
+        position=position,
         length=plan.length,
         schedule=make_schedule(config, plan.length),
         micro_batches=config.micro_batches,
@@ -286,21 +296,6 @@ def _start_reading(view: RunView, stack: ExitStack) -> Reading:
     return Reading(loaders, position.data_states, info=view.info, device=view.device, is_resumed=is_resumed)
 
 
-def _start_watchdog(view: RunView, reading: Reading, train_step: TrainStep) -> Watchdog:
-    """Watch this rank from here on."""
-    info, run_dir, position = view.info, view.run_dir, view.position
-    return start_watchdog(
-        info,
-        timeout_sec=view.config.distributed.timeout_sec,
-        log=run_dir.log_file(info.rank),
-        # Called from another thread when this one hangs: nothing here may wait for it.
-        on_end=lambda reason: run_dir.abandon(info, reason, step=position.step),
-        reading=lambda: "; ".join(loader.reading for loader in reading.loaders),
-        signs=lambda: train_step.ready_at,
-        groups=view.strategy.groups,
-    )
-
-
 def _make_train_step(view: RunView, step_model: nn.Module, loss: Loss, extensions: Extensions) -> TrainStep:
     """The part that runs the steps. `step_model`: the model as its strategy runs it."""
     plan, state, config, auxiliary = view.plan, view.state, view.config, view.auxiliary
@@ -355,18 +350,18 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
         "profile": (view.info.is_main and config.metrics.profile, "metrics.profile"),
         "progress": (view.info.is_main and "progress" in view.plan.parts.extensions and is_terminal(), "stderr"),
     }
-    found: dict[str, Extension] = {"step_details": make_details(view.plan, view.diagnostics, auxiliary, has_loss=False)}
+    details = make_details(view.plan, view.diagnostics, auxiliary, has_loss=False)
+    found: dict[str, Extension] = {"step_details": details}
     if auxiliary.metric_keys:
         found["model metrics"] = ModelMetrics(view)
     if view.info.world_size > 1 and view.plan.layout is None and config.metrics.compare_replicas:
         found["replicas"] = Replicas(view)
     with raise_on_all_ranks(world_size=view.info.world_size):
         for name, (is_on, key) in asked.items():
-            if not is_on:
-                continue
-            path = need(view.plan.parts.extensions.get(name), key)
-            with users_code(key, "cannot be made", "set it off"):
-                found[name] = resolve_target(path, key)(view)
+            if is_on:
+                path = need(view.plan.parts.extensions.get(name), key)
+                with users_code(key, "cannot be made", "set it off"):
+                    found[name] = resolve_target(path, key)(view)
         for number, table in enumerate(config.extension):
             with users_code(f"extension {table.target}"):
                 made = resolve_target(table.target, "extension.target")(view, **table.args)
@@ -378,7 +373,7 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
 
 
 def _end_if_over(view: RunView) -> bool:
-    """Note the last step, where it is known; if it is done, say so, also in status.json. Returns whether it is."""
+    """Note the last step, where it is known. Whether it is done, which status.json then says."""
     run_dir, position, length, unit = view.run_dir, view.position, view.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total

@@ -99,7 +99,8 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
         return peak
     start = table.warmup_steps
     if table.name == "wsd":
-        start = max(start, steps - math.ceil(round(table.decay_fraction * steps, 6)))  # 0.07 * 100 > 7
+        decay = round(table.decay_fraction * steps, 6)  # 0.07 * 100 is above 7
+        start = max(start, steps - math.ceil(decay))
     progress = min(max(step - start, 0) / max(steps - start, 1), 1.0)
     height = 1 - progress
     if table.name == "cosine":

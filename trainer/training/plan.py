@@ -1,4 +1,4 @@
-"""The plan of a run, before the process group starts: its sources, its checks, and how its model is built."""
+"""The plan of a run, before the process group starts: sources, checks, and how its model is built."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
@@ -101,7 +101,7 @@ def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -
 
 
 def begin_record(view: RunView, stack: ExitStack) -> None:
-    """Lock the directory (`claim` may rename it), set aside work beyond the first step, open the log."""
+    """Lock the directory (`claim` may rename it), set later checkpoints aside, open the log."""
     run_dir, info, mark = view.run_dir, view.info, ""
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
@@ -171,12 +171,12 @@ def _continued(view: RunView) -> dict[str, Any]:
         return {"checkpoint": None}
     path, saved = view.found
     changed = changed_settings(saved["config"], saved.get("environment", {}), view.config, environment(view.info))
-    named = {key: change._asdict() for key, change in changed.items()}
+    named = {key: {"before": before, "after": after} for key, (before, after) in changed.items()}
     return {"checkpoint": path.name, "changed": named}
 
 
 def make_sinks(view: RunView, stdout: Output) -> tuple[list[Sink], str | None]:
-    """The sinks of a run, and its id in wandb. All but the record and a terminal's have a thread."""
+    """The sinks of a run, and its id in wandb. Those that may wait have a thread."""
     config, mode, diagnostics = view.config, view.config.metrics.stdout, view.diagnostics
     if mode == "auto":
         mode = "line" if stdout.isatty() else "json"
@@ -224,7 +224,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     of_sets = {f"eval.source.{name}.{key}" for name in sets for key in ("column", "loss_mask")}
     breaking = [key for key in changed if key in of_sets or (key.startswith(BREAKING) and key not in HARMLESS)]
     if breaking:
-        listed = [f"{key}: {changed[key].before!r} -> {changed[key].after!r}" for key in breaking]
+        listed = ["{}: {!r} -> {!r}".format(key, *changed[key]) for key in breaking]
         problem = f"the checkpoint was made with another config: {', '.join(listed)}"
         raise UserError("--resume", problem, "restore its settings, or start a new run")
     for key, (before, after) in changed.items():
@@ -234,24 +234,17 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
             logger.warning("the averaged weights of the checkpoint are dropped")
 
 
-class Change(NamedTuple):
-    """A setting before and after a resume; None: the key is not set there."""
-
-    before: Any
-    after: Any
-
-
 def changed_settings(
     saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
-) -> dict[str, Change]:
-    """The settings and versions that differ from a checkpoint's, by key."""
+) -> dict[str, tuple[Any, Any]]:
+    """The settings and versions that differ from a checkpoint's, by key: before and after; None: not set."""
     before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
-    changes = {key: Change(before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
-    return {key: each for key, each in changes.items() if each.before != each.after}
+    found = {key: (before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
+    return {key: (was, then) for key, (was, then) in found.items() if was != then}
 
 
 def check_data(plan: Plan, saved: Mapping[str, Any] | None, info: RankInfo) -> Fingerprint:

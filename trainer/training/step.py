@@ -91,7 +91,7 @@ class TrainStep:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     """Guards the noise scale, whose failure never costs the step."""
     lane_sets: Mapping[int, int] = field(default_factory=dict)
-    """Micro-batches of a shard in a step -> sets of lanes that take turns; empty: rows are not full."""
+    """Micro-batches of a shard in a step -> sets of lanes; empty: rows are not full."""
     graphs: Graphs | None = None  # CUDA graphs that replace `run_micro`
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class TrainStep:
     def accumulate(self, step: int, window: Sequence[MicroBatch], *, is_logged: bool = False) -> None:
         """Run forward and backward of this rank's micro-batches, and store their states.
 
-        `step` is the ledger's clock, and keys random draws; extensions that measure logged steps do if `is_logged`.
+        `step` is the ledger's clock, and keys random draws; `is_logged`: all extensions measure it.
         """
         for each in self.ledgers:
             each.begin_step(step)

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: the parts of a run that have a state, where the run is, and how they are saved."""
+"""The contents of a checkpoint: the parts of a run that have a state, its position, their tensors."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ class TrainState:
     def reporters(self) -> list[tuple[str, int, Reporter]]:
         """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
         first = self.shards[0].number  # shards of a rank are neighbours
-        found: list[tuple[str, int, Reporter]] = []
-        for number, ledger in self.ledgers.items():
-            found.append(("ledger metrics", number - first, ledger))
+        found: list[tuple[str, int, Reporter]]
+        found = [("ledger metrics", number - first, ledger) for number, ledger in self.ledgers.items()]
         if self.gns is not None:
             found.append(("gns", 0, self.gns))
         return found
@@ -178,9 +177,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
     for name, state in by_name.items():
         states[name] = unpack(state, partial(read_like, saved, like=parameters[name]))
     load_named_state(optimizer, model, states)
-    for group, counters in zip(
-        optimizer.param_groups, unpack(saved.values.get("groups", []), saved.read), strict=False
-    ):
+    groups = unpack(saved.values["groups"], saved.read)
+    for group, counters in zip(optimizer.param_groups, groups, strict=False):  # none of a built-in optimizer
         group.update(counters)
 
 

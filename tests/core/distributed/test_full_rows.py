@@ -98,9 +98,8 @@ def test_an_epoch_has_the_loss_of_its_documents_run_whole(config, ran, case):
     assert len(rows) > 10
     if ranks is None and case != "gru":
         assert set(fills[: len(fills) * 3 // 4]) == {1.0}
-    assert [t / f for t, f in zip(tokens, fills, strict=True) if f] == pytest.approx(
-        [tokens[0] / fills[0]] * len(tokens)
-    )
+    per_fill = [t / f for t, f in zip(tokens, fills, strict=True) if f]
+    assert per_fill == pytest.approx([tokens[0] / fills[0]] * len(tokens))
 
 
 def test_a_resumed_run_is_the_uncut_one_and_on_other_ranks_reads_the_rest(config, ran, tmp_path):

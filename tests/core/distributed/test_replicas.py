@@ -72,9 +72,7 @@ def test_a_weight_of_one_rank_that_changes_by_one_bit_ends_the_run_with_the_rank
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"replicas_differ"' in events
     if step == 3:
-        train(
-            config, tmp_path / "off", own, "train.steps=6", "metrics.compare_replicas=false", nproc=2, cwd=config.parent
-        )
+        train(config, tmp_path / "off", *sets, "metrics.compare_replicas=false", nproc=2, cwd=config.parent)
 
 
 def test_shards_of_one_model_are_no_replicas(config, tmp_path):

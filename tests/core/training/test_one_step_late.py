@@ -20,12 +20,8 @@ EXTRA = '\nstdout = "off"\n' + evaluating(14, saves=11, keep_last=9)
 STEPS = 16
 # Logged are 1, 8 and 16, saved is 11, evaluated 14: read at once. The others are read after the next step is launched, or,
 # before one that is read at once (7, 10, 13, 15), before it starts.
-SETTINGS = (
-    "model.target=tests.support.faulty_model:build",
-    "model.contract=false",
-    f"train.steps={STEPS}",
-    "checkpoint.resume=auto",
-)
+FAULTY = ("model.target=tests.support.faulty_model:build", "model.contract=false")
+SETTINGS = (*FAULTY, f"train.steps={STEPS}", "checkpoint.resume=auto")
 LRU = ("ledger.wipe_mode=lru", "ledger.capacity=16")
 
 
@@ -135,8 +131,6 @@ def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     assert second is not None
     assert [each.state for each in first + second] == ["after 1"] * 4
     assert [each.is_filler for each in first + second] == [False, True, True, True]
-    assert [dict(each.metrics) for each in first] == [
-        {"lr": 1.0},
-        {"stream_mixing/masked_share": 1.0, "data/fill": (0.0, 3)},
-    ]
+    masked = {"stream_mixing/masked_share": 1.0, "data/fill": (0.0, 3)}
+    assert [dict(each.metrics) for each in first] == [{"lr": 1.0}, masked]
     assert [int((each.targets != -100).sum()) for each in first] == [6, 0]

@@ -333,9 +333,11 @@ def test_a_schedule_of_ones_own_is_called_with_its_settings(tmp_path, monkeypatc
     ("body", "text"),
     [
         ("def rate(step):\n    return 1.0\n", r"scheduler.args: cannot call own_rates:rate with a step"),
-        ("def rate(step, steps, peak):\n    return -peak\n", r"scheduler.target: own_rates:rate gave -0.*for 1,"),
         ("def rate(step, steps, peak):\n    return 1 / (steps - step)\n", r"fails for 12: ZeroDivisionError"),
-        ("def rate(step, steps, peak):\n    return float('nan')\n", r"gave nan for 1, which is no"),
+        (
+            "def rate(step, steps, peak):\n    return float('nan')\n",
+            r"scheduler.target: own_rates:rate gave nan for 1, ",
+        ),
         ("def rate(step, steps, peak):\n    return '0.1'\n", r"gave '0.1' for 1, which is no"),
         ("def rate(step, steps, peak):\n    return -1.0 if step == 7 else 1.0\n", r"gave -1.0 for 7"),
         ("", r"scheduler.target: own_rates .*has no function rate"),
