@@ -125,6 +125,11 @@ def train(
 
 def main() -> None:
     """Run the program and exit."""
+    # The descriptor of a closed stream would be given to a file, which then gets what libraries print.
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(null)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Bytes of paths that are not UTF-8 are shown as escapes, not as a traceback.

@@ -35,9 +35,8 @@ def shown(lines: list[str], cwd: Path, **extra: str) -> list[str]:
 
 def test_no_color_takes_the_colours_away_everywhere(tmp_path):
     lines = [f"--config {write_tiny_config(tmp_path)}", "ls runs", "--help"]
-    for arguments, plain, coloured in zip(
-        lines, shown(lines, tmp_path, NO_COLOR="1"), shown(lines, tmp_path), strict=True
-    ):
+    both = shown(lines, tmp_path, NO_COLOR="1"), shown(lines, tmp_path)
+    for arguments, plain, coloured in zip(lines, *both, strict=True):
         assert len(plain) > 200
         assert not COLOUR.search(plain), arguments
         assert COLOUR.search(coloured), f"{arguments}: the test sees no colour at all"
