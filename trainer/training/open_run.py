@@ -212,11 +212,9 @@ def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Lau
         groups=view.strategy.groups,
     )
     stack.callback(view.watchdog.close)
-    evaluator = None
     if config.eval.every:
         place = info, device, view.strategy, view.diagnostics
-        evaluator = Evaluator(plan, state.model, row_model, loss, view.auxiliary, *place, sets)
-        view.evaluator = evaluator
+        view.evaluator = Evaluator(plan, state.model, row_model, loss, view.auxiliary, *place, sets)
     extensions.add(_load_extensions(view))
     if view.found is not None:
         path, saved = view.found
@@ -242,15 +240,14 @@ def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Lau
         reading=reading,
         train_step=train_step,
         extensions=extensions,
-        evaluator=evaluator,
+        evaluator=view.evaluator,
         saver=Saver(view, extensions, placed.fingerprint, placed.uploads),
         watchdog=view.watchdog,
     )
 
 
-def _leave_reason(view: RunView, *exit_info: Any) -> None:
+def _leave_reason(view: RunView, _type: object, error: BaseException | None, _trace: object) -> None:
     """Write to status.json why the run ended, if it was refused or failed before it could train."""
-    _, error, _ = exit_info
     if error is not None:
         reason = error.message if isinstance(error, UserError) else error_text(error)
         view.run_dir.leave_reason(view.info, reason, step=view.position.step)

@@ -136,7 +136,7 @@ def build_optimizer(
 
     Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
     custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
-    a group matches no parameter, or the optimizer is missing or cannot be made.
+    a group has no parameter, or the optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table, roles)
     if table.target is not None or table.name == "muon":

@@ -31,7 +31,6 @@ from trainer.training.run_dir import RunDir, choose_run_dir, environment
 from trainer.wording import printable
 
 logger = get_logger(__name__)
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MARK_SEC = 60.0  # network file systems may remember for so long what a directory had
 Chosen = tuple[RunDir, Found | None, Uploads | None]
 
@@ -56,13 +55,17 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
 
 def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
     config, uploads = plan.config, None
-    resume = effective_resume(config.checkpoint.resume)
-    is_restarted = resume != config.checkpoint.resume
+    resume, restarts = config.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_restarted = resume == "off" and restarts != "0"
+    if is_restarted:  # by torchrun --max-restarts, as every rank of this attempt
+        text = "torchrun restarted the ranks (restart %s): resuming from the newest checkpoint"
+        logger.warning(text, restarts)
+        resume = "auto"
     run_dir = choose_run_dir(config, given, resume, is_restarted=is_restarted)
     # Locked before its checkpoints are read: what another run is writing there looks like damage.
     if run_dir.path.exists() and not run_dir.is_new:
         stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
-    if os.environ.get(RESTARTS, "0") != "0" and resume not in ("off", "auto"):
+    if restarts != "0" and resume != "auto":  # the checkpoint that the first attempt continued
         saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
         if saved and checkpoint.read_state(saved[0])["config"]["checkpoint"]["resume"] == resume:
             resume = "auto"
@@ -89,15 +92,6 @@ def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
     if run_dir.owned is None:
         run_dir.claim()
         stack.enter_context(run_dir.lock(plan.config.distributed.timeout_sec))
-
-
-def effective_resume(configured: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`auto` if torchrun has restarted the ranks (--max-restarts), which then always resume."""
-    restarts = environ.get(RESTARTS, "0")
-    if configured != "off" or restarts == "0":
-        return configured
-    logger.warning("torchrun restarted the ranks (restart %s): resuming from the newest checkpoint", restarts)
-    return "auto"
 
 
 def begin_record(view: RunView, stack: ExitStack) -> None:

@@ -158,7 +158,7 @@ def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
     [
         ("model.target=own_parts:not_a_model", "gave a object, not a module"),
         ("model.target=own_parts:frozen", "own_parts:frozen gave a model without a parameter to train"),
-        ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' matches no parameter; "),
+        ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' is the first match of no "),
         (
             "optimizer.target=own_parts:Bigram",
             "optimizer.args: cannot call own_parts:Bigram with parameter groups, and with lr",
