@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.data.loader import MicroBatch
 from trainer.distributed.env import gather_from_ranks
 from trainer.distributed.watchdog import DATA
-from trainer.metrics.aggregate import reduce_over_ranks
+from trainer.metrics.aggregate import Recorder, reduce_over_ranks
 from trainer.metrics.logger import get_logger
 from trainer.training.extension import Flag, Step, StepOutcome
 from trainer.training.open_run import Run
@@ -223,7 +223,7 @@ def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True
                 found = dict.fromkeys(reporter.metric_keys)
             position.unlogged[shard].add(found)
         view.recorder.add(run.extensions.drained())
-    recorded = [recorder.drain_metrics() for recorder in position.unlogged]
+    recorded = list(map(Recorder.drain_metrics, position.unlogged))
     how: dict[str, Any] = {"device": view.device, "world_size": world_size, "guard": guard("reduction")}
     return reduce_over_ranks(recorded, run.operations, **how)
 
