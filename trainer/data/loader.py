@@ -91,28 +91,16 @@ class MicroBatch:
         return str(self.located)
 
     def masked(self) -> MicroBatch:
-        """The first row with nothing to predict and no group; all rows if rows are full."""
-        num_rows, kept = len(self.targets), slice(1)
-        if "segment_ids" in self.extras:  # batches of full rows have one shape
-            kept = slice(None)
-
-        def cut(values: Mapping[str, Any]) -> dict[str, Any]:
-            """Values without an entry for each row stay as they are."""
-            by_row = {k: v for k, v in values.items() if isinstance(v, Tensor | np.ndarray | list)}
-            return {**values, **{key: v[kept] for key, v in by_row.items() if len(v) == num_rows}}
-
-        targets = torch.full_like(self.targets[kept], IGNORED)
+        """The same rows, with nothing to predict and no groups."""
+        targets = torch.full_like(self.targets, IGNORED)
         if targets.is_floating_point():
-            targets = torch.full_like(targets, math.nan)
+            targets.fill_(math.nan)
         carry = self.carry and Carry.of_no_group(len(targets))
-        before = self.metrics.get(FILL)
-        full = before[1] if isinstance(before, tuple) else targets.numel()
-        metrics: dict[str, Any] = {MASKED_SHARE: 1.0, FILL: (0.0, full)}
-        same = replace(self, inputs=cut(self.inputs), extras=cut(self.extras), documents=())
-        return replace(same, targets=targets, carry=carry, metrics=metrics, is_filler=True)
+        before: Any = self.metrics.get(FILL) or (0, targets.numel())
+        metrics: dict[str, Any] = {MASKED_SHARE: 1.0, FILL: (0.0, before[1])}
+        return replace(self, targets=targets, carry=carry, metrics=metrics, documents=(), is_filler=True)
 
     def to(self, device: torch.device) -> MicroBatch:
-
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
             tensors = {key: v.to(device) for key, v in values.items() if isinstance(v, Tensor)}
             return {**values, **tensors}
@@ -258,13 +246,10 @@ class Loader:
         metrics = self._guard.run(self._drain)
         if metrics is None:  # not known, which is not 0
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
-        targets, trained = batch.get("targets"), batch.pop(TRAINED, None)
-        is_on_device = isinstance(targets, torch.Tensor) and targets.device.type != "cpu"
+        targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.
-        if targets is not None and not is_on_device:
-            is_target = np.asarray(targets) != IGNORED
-            if np.asarray(targets).dtype.kind == "f":
-                is_target = is_known(np.asarray(targets))
+        if not isinstance(targets, Tensor) or targets.device.type == "cpu":
+            is_target = is_known(np.asarray(targets))
             num_tokens = np.count_nonzero(is_target)
             if trained is not None:  # the others fill rows, too
                 metrics, num_tokens = {**metrics, TRAINED: trained}, trained[1]
@@ -318,7 +303,7 @@ class Reading:
         """Read the first batches; False if no rank has any.
 
         A shard that has nothing to read from the start (resumed after it had read everything, or
-        with fewer documents than shards) gets a row to mask from one that has some.
+        with fewer documents than shards) gets a masked batch from one that has some.
         """
         world_size = self._info.world_size
         with raise_on_all_ranks(world_size=world_size):
@@ -340,9 +325,9 @@ class Reading:
         logger.warning(text, empty, len(flat))
         giver, own = list(map(any, has_data)).index(True), None
         if self._info.rank == giver:
-            own = replace(next(filter(None, firsts)).masked().to(torch.device("cpu")), state=None)
+            own = next(filter(None, firsts)).masked().to(torch.device("cpu"))
+            own = replace(own, state=None, located="{}")
             own.extras.pop("instability_meta_json", None)  # it holds open files, which would travel whole
-            own = replace(own, located="{}")
         given = gather_from_ranks(own, world_size=world_size)[giver]
         assert given is not None
         filler = given.to(self._device)

@@ -131,6 +131,6 @@ def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
     assert second is not None
     assert [each.state for each in first + second] == ["after 1"] * 4
     assert [each.is_filler for each in first + second] == [False, True, True, True]
-    masked = {"stream_mixing/masked_share": 1.0, "data/fill": (0.0, 3)}
+    masked = {"stream_mixing/masked_share": 1.0, "data/fill": (0.0, 6)}
     assert [dict(each.metrics) for each in first] == [{"lr": 1.0}, masked]
     assert [int((each.targets != -100).sum()) for each in first] == [6, 0]
