@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from trainer.data.documents import IdBounds
 from trainer.data.loader import BATCH_EXTRAS, CARRY_KEYS, OPTIONAL_CARRY_KEYS, Loader, MicroBatch, take_apart
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
-from trainer.import_path import format_error, refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code
 from trainer.lab.loss_mask import LossMask as LossMask
 from trainer.lab.numbers import Series as Series
 from trainer.lab.samples import forked_rng
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainer.training.plan import Plan, Source
 
 IDS = ("tokens", "targets")
+ENDS = OPTIONAL_CARRY_KEYS[:2]
 HOST_KEYS = {*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, *BATCH_EXTRAS}
 
 
@@ -105,8 +106,18 @@ class OwnBatches:
         self._due: dict[int, int] | None = {}  # next cells of begun groups; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._iterator, self._num_given = iter(self._dataset), 0
-        return self
+        """The batches, checked and copied. Raises UserError: the data set failed, or one is wrong."""
+        over = object()
+        with users_code(self._key, "cannot be iterated"):
+            iterator = iter(self._dataset)
+        for number in count():
+            with users_code(self._key, f"fails after {counted(number, 'batch')}"):
+                batch = next(iterator, over)
+            if batch is over:
+                return
+            with users_code(self._key, f"has a batch {number + 1} that cannot be read"):
+                found = self._checked(batch)
+            yield found
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
@@ -118,17 +129,7 @@ class OwnBatches:
         self._due = None
         load(state)
 
-    def __next__(self) -> dict[str, Any]:
-        """A batch, checked and copied. Raises StopIteration: there are no more; UserError: the data
-        set failed, or the batch is not one."""
-        try:
-            batch = next(self._iterator)
-        except (UserError, StopIteration):
-            raise
-        except Exception as error:
-            problem = f"fails after {counted(self._num_given, 'batch')}: {format_error(error)}"
-            raise UserError(self._key, problem, "fix it there") from error
-        self._num_given += 1
+    def _checked(self, batch: Any) -> dict[str, Any]:
         if isinstance(batch, Mapping):
             batch = {key: self._copied(key, value) for key, value in batch.items()}
         problems = _problems(batch, self._vocab_size, self._num_targets)
@@ -180,9 +181,6 @@ class OwnBatches:
         self._due.update(zip(end_ids.tolist(), (end_cells + 1).tolist(), strict=True))
 
 
-ENDS = OPTIONAL_CARRY_KEYS[:2]
-
-
 def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[str, str]]:
     """The problems of a batch, each with its fix. Reads from no device."""
     if not isinstance(batch, Mapping):
@@ -207,11 +205,11 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
                 problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {num_ids - 1}"
                 fix = f"mark targets that are not to be predicted with {IGNORED}"
                 yield problem, f"{fix}, or set data.vocab_size to the number of ids"
-    for key in (*CARRY_KEYS, *ENDS):
-        if batch.get(key) is not None and np.shape(batch[key]) != shape[:1]:
+    for key in (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS):
+        if key in batch and np.shape(batch[key]) != shape[:1]:
             found = list(np.shape(batch[key]))
             yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
-    if len({batch.get(key) is None for key in ENDS}) > 1:
+    if len(batch.keys() & ENDS) == 1:
         yield f"has only one of {' and '.join(ENDS)}", "give both, or none"
     for ids in map(_on_host, map(batch.get, ("group_ids", "end_ids"))):
         yield from () if ids is None else _wrong_groups(ids)

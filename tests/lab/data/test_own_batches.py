@@ -85,6 +85,8 @@ def good(**changed):
         (good(targets=np.full((2, 3), 256)), "target id 256, and the vocabulary has 0 to 255"),
         (good(targets=torch.full((2, 3), 300)), "target id 300, and the vocabulary has 0 to 255"),
         (good(group_ids=np.array([5])), r"2 rows has group_ids \[1\]"),
+        (good(cell_index=None), r"2 rows has cell_index \[\]"),
+        (good(tokens=[[1, 2, 3], [4]]), "has a batch 1 that cannot be read: ValueError: .*inhomogeneous"),
         (good(group_ids=np.array([5, -2])), "group_ids of type int64, such as -2"),
         (good(group_ids=["doc-a", "doc-b"]), "group_ids of type <U5, such as doc-a"),
         (good(group_ids=np.array([5, 2**63], np.uint64)), "such as 9223372036854775808"),
@@ -165,13 +167,12 @@ def test_an_incomplete_or_unknown_batch_is_refused(given, message):
         take_apart(given, frozenset({"tokens"}))
 
 
-def test_a_masked_copy_has_one_row_with_nothing_to_predict_and_no_group():
-    copy = take_apart(batch(dataset_labels=["x", "y"], noise=torch.zeros(5)), None).masked()
+def test_a_masked_copy_has_nothing_to_predict_and_no_groups():
+    copy = take_apart(batch(scale=torch.tensor(0.5)), None).masked()
     assert copy.is_filler
-    assert copy.targets.tolist() == [[-100, -100, -100]]
-    assert (copy.carry.group_ids.tolist(), len(copy.carry.cell_index)) == ([-1], 1)
-    assert len(copy.inputs["tokens"]) == len(copy.extras["dataset_labels"]) == 1
-    assert len(copy.inputs["noise"]) == 5  # what has no entry for each row is shared
+    assert copy.targets.tolist() == [[-100] * 3] * 2
+    assert (copy.carry.group_ids.tolist(), copy.carry.cell_index.tolist()) == ([-1, -1], [0, 0])
+    assert copy.inputs["tokens"].shape == (2, 3)
 
 
 def cells(groups, cell, is_last=False, **more):
