@@ -50,12 +50,15 @@ class UnreadSource:
     def state_dict(self) -> Any:
         return self._state
 
-    def load_state_dict(self, state: Any) -> None:
+    def keep(self, parts: Sequence[Any]) -> None:
         """Keep this rank's state; or those of all ranks, from a world of another size."""
-        self._state = {ALL_RANKS: list(state)} if isinstance(state, list) else state
+        self._state = parts[0]
+        if len(parts) > 1:
+            self._state = {ALL_RANKS: list(parts)}
 
 
 def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
+    """The states of a source in those of blends: one, or those of all ranks that saved them."""
     parts = [state["sources"][index] for state in states]
     if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
         return list(parts[0][ALL_RANKS])
@@ -382,10 +385,12 @@ class BlendDataset:
         self._due[index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)
-        if parts[0] is not None and load is not None:
+        if isinstance(dataset, UnreadSource):
+            dataset.keep(parts)
+        elif parts[0] is not None and load is not None:
             load(parts[0] if len(parts) == 1 else parts)
             self._ended[index] &= getattr(dataset, "is_ended", True)  # it may repeat now
-        elif self._counts[index] and not isinstance(dataset, UnreadSource):
+        elif self._counts[index]:
             problem = "was read before the checkpoint, and cannot be resumed"
             fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"
             raise UserError(self._names[index], problem, fix)

@@ -205,7 +205,9 @@ def test_a_source_without_state_trains_but_does_not_resume():
     plain({"a": ConstantWeight(1)}).load_state_dict(fresh)
     with pytest.raises(UserError, match="a: was read before the checkpoint, and cannot be resumed"):
         plain({"a": ConstantWeight(1)}).load_state_dict(blend.state_dict())
-    BlendDataset([BlendSource("a", UnreadSource(), ConstantWeight(0))], seed=0).load_state_dict(blend.state_dict())
+    off = BlendDataset([BlendSource("a", UnreadSource(), ConstantWeight(0))], seed=0)
+    off.load_state_dict({**blend.state_dict(), "sources": [[7]]})
+    assert off.state_dict()["sources"] == [[7]]  # a list is not taken for the states of all ranks
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, 1e300, True, "3"])
