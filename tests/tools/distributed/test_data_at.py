@@ -84,6 +84,8 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
     assert case != "full rows" or any(len(row["documents"]) > 1 for row in with_text)
     shown = verb("data", "at", tmp_path / "run", step, "--text", "--trust-code").stdout
     assert f"read from step {found['from_step']}" in " ".join(shown.split())
+    beyond = verb("data", "at", tmp_path / "run", 99, "--trust-code").stderr
+    assert ("trained 8 steps on record" in beyond) == (case == "from the start")
     assert f"document {with_text[0]['documents'][0]['document']}: " in shown
 
 
