@@ -295,9 +295,12 @@ def restarted(every: int) -> RunRecord:
     return make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)], steps_redone=60, config=config)
 
 
-def own_batches(size: Any) -> dict[str, Any]:
-    """A source whose own batch size is not the common one."""
-    return {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a", "mixing": {"batch_size": size}}]}}
+def own_mixing(**own: Any) -> dict[str, Any]:
+    """A source with keys of its own."""
+    return {**CONFIG, "data": {**CONFIG["data"], "source": [{"name": "a", "mixing": own}]}}
+
+
+OWN_PICKS = replace(FAULTY["stuck_reader"], config=own_mixing(pick_mode="uniform"))
 
 
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
@@ -306,6 +309,8 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}, config={}), ("ledger.wipe_mode", None, "lru")),
     ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 10)),
     ("false_evictions_lru", make_run({FALSE["lru"]: [3.0]}, config={}), ("ledger.capacity", None, "twice as many")),
+    ("stuck_reader", FAULTY["stuck_reader"], ("data.mixing.pick_mode", "weighted", "round_robin")),
+    ("stuck_reader", OWN_PICKS, ("data.source.a.mixing.pick_mode", "uniform", "round_robin")),
     ("low_fill", FAULTY["low_fill"], ("data.mixing.batching_mode", "per_stream", "per_row")),
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
     ("low_fill", replace(FAULTY["low_fill"], config=PADDED), ("data.align", "document", UNPADDED)),
@@ -354,8 +359,8 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
         ("low_fill", FAULTY["low_fill"], "advice"),
         ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), None),
         ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), None),
-        ("uneven_slices", wide(0.0, config=own_batches(1)), None),
-        ("uneven_slices", wide(0.0, config=own_batches("auto")), "advice"),
+        ("uneven_slices", wide(0.0, config=own_mixing(batch_size=1)), None),
+        ("uneven_slices", wide(0.0, config=own_mixing(batch_size="auto")), "advice"),
     ],
 )
 def test_a_finding_is_as_severe_as_its_cause(name: str, run: RunRecord, severity: str) -> None:

@@ -45,15 +45,19 @@ SEVERAL_POOLS = not_measured("with several sources these keys do not say which s
 @rule("error", needs=(SURPRISE, PICKS))
 def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is no longer picked."""
-    surprise, mode = series(run, SURPRISE), run.setting("data.mixing.pick_mode")
-    if mode == "round_robin" and not any(surprise.values):  # a source may have a mode of its own
+    surprise, key = series(run, SURPRISE), "data.mixing.pick_mode"
+    modes = {key: run.setting(key)}
+    for table in sources(run):
+        if own := (table.get("mixing") or {}).get("pick_mode"):
+            modes[f"data.source.{table.get('name')}.mixing.pick_mode"] = own
+    drawn = [(key, mode) for key, mode in modes.items() if mode != "round_robin"]
+    if not drawn:
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
     hits, chance = _improbable(surprise, series(run, PICKS).total)  # each pick ends a wait
     if not hits:
         return healthy(f"the longest wait of an open stream {chance}")
     words = f"an open stream is no longer read: so long a wait {chance}; first at step {surprise.steps[hits[0]]}"
-    knob = Knob("data.mixing.pick_mode", mode, "round_robin")
-    return finding(words, surprise.evidence(hits), knob=knob)
+    return finding(words, surprise.evidence(hits), knob=Knob(*drawn[-1], "round_robin"))
 
 
 def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
