@@ -44,17 +44,6 @@ class Place(NamedTuple):
     rows: int = 0  # rows that it was in
 
 
-class Segment(NamedTuple):
-    """The part of a row that is of one document: its target tokens [start, stop)."""
-
-    source: str
-    stream: str
-    epoch: int
-    document: int
-    start: int
-    stop: int
-
-
 # The group to look up, its cell, its depth; the group behind the row, its cell; segments.
 ROW_KEYS = ("group_ids", "cell_index", "depth", "end_ids", "end_cell_index", "pack_num_samples")
 Read = tuple[Handed, int, int]  # a segment: its group, that group's tokens before it, its own
@@ -69,20 +58,20 @@ class Located:
         self.origin: dict[str, Any] = {}  # more of it, where all rows are of one stream
 
     @property
-    def rows(self) -> list[list[Segment]]:
-        found: list[list[Segment]] = []
+    def rows(self) -> list[list[dict[str, Any]]]:
+        """The segments of each row: a document, and the tokens [start, stop) of it."""
+        found: list[list[dict[str, Any]]] = []
         for row in self.reads:
             found.append([])
             for of, offset, size in row:
                 start, table = of.first + offset, of.source.groups
-                of_document = (table.namespace, table.relative_path, of.epoch, of.document)
-                found[-1].append(Segment(*of_document, start, start + size))
+                names = {"source": table.namespace, "stream": table.relative_path, "epoch": of.epoch}
+                found[-1].append({**names, "document": of.document, "start": start, "stop": start + size})
         return found
 
     def __str__(self) -> str:
-        rows = [[segment._asdict() for segment in row] for row in self.rows]
         ids = {"group_ids": self._group_ids.tolist(), "cell_indices": self._cell_index.tolist()}
-        return json.dumps({**self.origin, "rows": rows, **ids})
+        return json.dumps({**self.origin, "rows": self.rows, **ids})
 
 
 class Lane:
@@ -253,7 +242,5 @@ class Collator:
 
 def make_collator(tokenizer: Tokenizer, mask: Mask | None = None, *, row_tokens: int, runs_on: bool) -> Collator:
     """That of the source's documents."""
-    reader, make = reader_of(tokenizer, mask), Collator
-    if reader is not None:
-        make = reader.collator
+    make: type[Collator] = getattr(reader_of(tokenizer, mask), "collator", Collator)
     return make(tokenizer, row_tokens=row_tokens, runs_on=runs_on)

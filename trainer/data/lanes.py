@@ -283,14 +283,8 @@ class LaneBlend(BlendDataset):
 
     def _largest(self) -> int:
         """The source with the largest claim that can be read; -1: none can."""
-        best, claims = -1, self._claims
-        for index in self._laned:
-            share, is_open = self._open[index]
-            if not is_open:
-                continue
-            if best < 0 or (claims[index], share) > (claims[best], self._shares[best]):
-                best = index
-        return best
+        can_be_read = (index for index in self._laned if self._open[index][1])
+        return max(can_be_read, key=lambda index: (self._claims[index], self._shares[index]), default=-1)
 
     def _charge(self, index: int, num_tokens: int) -> None:
         """Settle the claims for tokens of a source that are read."""

@@ -56,15 +56,10 @@ class ScheduledWeight(Options):
 
     def zero_from(self) -> int | None:
         """The first x from which the weight stays zero, None if there is none."""
-        if self.scale == 0 or not any(self.points.values()):
+        on = [x for x, value in self.points.items() if value * self.scale]
+        if not on:
             return 0
-        first = None
-        for x, value in self.points.items():
-            if value:
-                first = None
-            elif first is None:
-                first = x
-        return first
+        return next((x for x in self.points if x > on[-1]), None)
 
 
 class ConstantWeight(ScheduledWeight):

@@ -133,8 +133,8 @@ def blended_by(rank: int, world: int) -> tuple[dict[str, float], Any]:
         recorder, read, longest = Recorder(), Counter[str](), 0
         for _ in range(BATCHES[rank]):
             for segment in chain.from_iterable(next(reader)["instability_meta_json"].rows):
-                read[segment.source] += segment.stop - segment.start
-                longest = max(longest, 90 if segment.source == "few" else 7)
+                read[segment["source"]] += segment["stop"] - segment["start"]
+                longest = max(longest, 90 if segment["source"] == "few" else 7)
             recorder.add(reader.drain_step_metrics())
         recorder.add({"data/fill": (rank, 10 * rank)})  # with nothing on rank 0
         operations = rank_operations([*reader.metric_keys, "data/fill"])

@@ -264,7 +264,7 @@ def test_the_next_row_of_a_document_comes_a_spread_of_steps_later():
     with corpus({"one": layout}) as streams:
         reader = blend(streams, rows=2, repeat=True, groups=spread * m)
         rows = [batch["instability_meta_json"].rows for _, batch in zip(range(60), reader, strict=False)]
-    first = [{(segments[0].stream, segments[0].document) for segments in each} for each in rows]
+    first = [{(segments[0]["stream"], segments[0]["document"]) for segments in each} for each in rows]
     steps = [set.union(*first[at : at + m]) for at in range(0, 60, m)]
     for at in range(len(steps) - spread):
         assert len(set.union(*steps[at : at + spread])) == spread * m * 2
@@ -296,7 +296,7 @@ def test_few_documents_are_begun_equally_often_on_any_number_of_shards():
             for _ in range(3000 // num_shards):
                 for shard in shards:
                     for segment in next(shard)["instability_meta_json"].rows[0]:
-                        begun[segment.document] += segment.start == 0
+                        begun[segment["document"]] += segment["start"] == 0
         assert max(begun.values()) - min(begun.values()) <= 2, begun
         assert sum(begun.values()) > 100
     with corpus({"one": [[5, 9]]}) as streams:
@@ -324,7 +324,7 @@ def test_weights_are_shares_of_the_tokens_that_are_read(num_sources, seed):
                 given, expected = np.array(reader._counts), np.array(reader._due)
                 assert np.abs(given - expected).max() <= bound * longest + 1e-6
                 for segment in chain.from_iterable(batch["instability_meta_json"].rows):
-                    read[segment.source] += segment.stop - segment.start
+                    read[segment["source"]] += segment["stop"] - segment["start"]
                 assert sum(read.values()) == number * 8 == sum(reader._counts)
                 assert [*read.values()] == reader._counts
 
@@ -334,10 +334,10 @@ def test_a_weight_that_becomes_zero_lets_the_document_be_finished_and_no_other_b
     with corpus({"one": [[200, 200]], "two": [[3] * 20], "three": [[3] * 20]}) as streams:
         reader = blend(streams, rows=2, repeat=True, weights=weights)
         rows = [batch["instability_meta_json"].rows for _, batch in zip(range(80), reader, strict=False)]
-    found = [(at, each) for at, own in enumerate(rows) for each in chain.from_iterable(own) if each.source == "one"]
-    begun = [at for at, segment in found if segment.start == 0]
+    found = [(at, each) for at, own in enumerate(rows) for each in chain.from_iterable(own) if each["source"] == "one"]
+    begun = [at for at, segment in found if segment["start"] == 0]
     assert max(begun) < 3
-    assert sum(segment.stop - segment.start for _, segment in found) == 200 * len(begun)
+    assert sum(segment["stop"] - segment["start"] for _, segment in found) == 200 * len(begun)
     _, two, three = reader._counts  # the rest is shared out by weight, also while a document of "one" is read
     assert abs(three - (two + three) / 10) <= 6, (two, three)
 
