@@ -41,8 +41,7 @@ _MERGES: Mapping[RankReduction, Callable[[Iterable[Any]], Any]] = {
 class UnreadSource:
     """A source of weight 0: nothing of it is opened, and its state is kept for a later weight."""
 
-    def __init__(self) -> None:
-        self._state: Any = None
+    _state: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())

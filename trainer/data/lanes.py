@@ -26,11 +26,10 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,8 +56,7 @@ OPEN_BYTES = 1 << 30
 FEWEST_OPEN = 4
 
 
-@dataclass(frozen=True)
-class LaneLimit:
+class LaneLimit(NamedTuple):
     """So many lanes a shard can have, and what limits them."""
 
     lanes: float
@@ -160,9 +158,7 @@ class LaneBlend(BlendDataset):
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
-        num_sets_now = self._wanted_sets()
-        self._fixed_sets = num_sets_now * (len(lane_sets) < 2)  # of all steps; 0: by the size of each
-        self._lanes = [Lane() for _ in range(rows * num_sets_now)]  # set by set
+        self._lanes = [Lane() for _ in range(rows * self._wanted_sets())]  # set by set
         self._turn = 0  # the set that is read next
         # Where each lane is. Few lanes move in a micro-batch, and each has a state.
         self._lane_places: list[Place | None] = [None] * len(self._lanes)
@@ -222,7 +218,7 @@ class LaneBlend(BlendDataset):
         """The next row of each lane whose turn it is."""
         while True:
             # Another number of sets if the step has another size, or less is left to read.
-            wanted = self._fixed_sets or self._wanted_sets()
+            wanted = self._wanted_sets()
             if not self._waiting and self._largest() < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
                 while self._shrinks and 0 < being_read <= self._rows // 2:

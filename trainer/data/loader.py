@@ -74,7 +74,7 @@ class MicroBatch:
     targets: Tensor  # int64 [B, T]; -100 where there is nothing to predict
     carry: Carry | None  # None: the rows have no groups, the model starts from zero
     extras: dict[str, Any]  # those of `BATCH_EXTRAS`, for monitoring alone
-    located: object = "{}"  # identifies the batch: JSON, as it is or once it is asked for
+    located: object = "{}"  # identifies the batch: its text is JSON
     # The data set's state after this batch, however far a loader has read ahead: resuming from it
     # gives the next batch.
     state: Any = None
@@ -84,11 +84,6 @@ class MicroBatch:
     # What the rows are of: documents, or the groups of a data set that does not say.
     documents: Collection[Hashable] = ()
     is_filler: bool = False  # a masked copy: the data set had nothing left
-
-    @property
-    def meta(self) -> str:
-        """JSON that identifies the batch."""
-        return str(self.located)
 
     def masked(self) -> MicroBatch:
         """The same rows, with nothing to predict and no groups."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -126,19 +128,14 @@ class FewDocuments:
 @lru_cache(32)
 def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) -> list[list[Part]]:
     """The parts that each shard reads of streams of these sizes, laid end to end in this order."""
-    bounds = [sum(sizes) * shard // num_shards for shard in range(num_shards + 1)]
+    ends = [*accumulate(sizes[stream] for stream in order)]
+    bounds = [ends[-1] * shard // num_shards for shard in range(num_shards + 1)]
     parts: list[list[Part]] = [[] for _ in range(num_shards)]
-    begin = shard = 0
-    for stream in order:
-        end = begin + sizes[stream]
-        while shard < num_shards and bounds[shard] < end:
-            low, high = max(begin, bounds[shard]), min(end, bounds[shard + 1])
-            if low < high:
-                parts[shard].append(Part(stream, low - begin, high - begin, sizes[stream]))
-            if bounds[shard + 1] > end:  # the shard continues in the next stream
-                break
-            shard += 1
-        begin = end
+    for low, high in pairwise(sorted({*ends, *bounds})):
+        at, shard = bisect_right(ends, low), bisect_right(bounds, low) - 1
+        stream, size = order[at], sizes[order[at]]
+        begin = ends[at] - size
+        parts[shard].append(Part(stream, low - begin, high - begin, size))
     return parts
 
 
@@ -160,7 +157,7 @@ class Reader:
     @property
     def remaining_fraction(self) -> float:
         """Share of the reader's groups that is left."""
-        return self.remaining_picks / max(len(self._order), 1)
+        return self.remaining_picks / len(self._order)
 
     def ahead(self, num: int) -> list[Handed]:
         return self.source.hand(self._order[self.taken : self.taken + num], self._epoch)
@@ -514,8 +511,7 @@ class ShardSource(StreamSource[Part | Few, Reader]):
         return few is not None and few.has_documents
 
     def __iter__(self) -> Iterator[list[Handed]]:
-        while groups := self.hand():
-            yield groups
+        return iter(self.hand, [])
 
     def hand(self, room: int = 1) -> list[Handed]:
         """The next groups, of `room` tokens or all that were picked ahead; none at the end

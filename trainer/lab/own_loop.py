@@ -51,10 +51,9 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
             text = "%s has rows through step %d already, and those of this run follow them: "
             logger.warning(text + "another run needs another directory", path, step)
         write_status(path / STATUS_NAME, "running", reason="", step=step, **own)
-        state, reason = "failed", ""
+        state, reason = "done", ""
         try:
             yield
-            state = "done"
         except BaseException as error:
             state, reason = _end_of(error)
             raise

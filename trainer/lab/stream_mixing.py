@@ -20,13 +20,12 @@ import numpy as np
 from trainer.arrays import Flags, Ints, keyed_generator
 from trainer.data.collate import Batch, Lane, make_collator
 from trainer.data.documents import ReadOptions
-from trainer.data.groups import CutOptions, Handed, OpenStream
+from trainer.data.groups import CutOptions, OpenStream
 from trainer.data.layout import Stream
 from trainer.data.shard_source import MixOptions, Point, StreamSource
 from trainer.metrics.logger import get_logger
 
 logger = get_logger(__name__)
-AHEAD = 64  # groups of a lane that are looked up together
 
 
 def schedule(cells: Ints, num_lanes: int) -> tuple[Ints, Ints]:
@@ -95,8 +94,6 @@ class StreamReader:
         finished = np.bincount(lanes[ends <= taken], minlength=num_lanes)
         self._next, self._stop = (bounds[:-1] + finished).tolist(), bounds[1:].tolist()
         self._lanes = [Lane() for _ in range(num_lanes)]
-        # The next groups of each lane, in reverse.
-        self._ahead: list[list[Handed]] = [[] for _ in range(num_lanes)]
 
     @property
     def cursor(self) -> tuple[int, ...]:
@@ -128,15 +125,14 @@ class StreamReader:
         return found
 
     def _refill(self, number: int, lane: Lane) -> bool:
-        at, stop, ahead = self._next[number], self._stop[number], self._ahead[number]
-        if at == stop:
+        at = self._next[number]
+        if at == self._stop[number]:
             return False
         self._next[number] += 1
-        if not ahead:
-            ahead += self.source.hand(self._groups[at : min(at + AHEAD, stop)], self._epoch)[::-1]
         # After a resume in the middle of a group, its first rows were read already.
         rows = int(self._cells_before[at] + self.taken - self._begins[at])
-        lane.groups, lane.offset, lane.rows = [ahead.pop()], rows * self.source.seq_len, rows
+        lane.groups = self.source.hand(self._groups[at : at + 1], self._epoch)
+        lane.offset, lane.rows = rows * self.source.seq_len, rows
         return True
 
 
@@ -179,8 +175,9 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         parts = self._parts(epoch, shard, num_shards)
         key = ("queue", self.name, self._mix.seed, epoch, *self._key(shard, num_shards))
         order = keyed_generator(*key, len(before)).permutation(len(parts)).tolist()
-        if before:  # those that were begun come first
-            order = [*begun_streams(before[-1]), *order]
+        if before:  # those that were active on any shard come first: by slot, then by shard
+            slots = zip_longest(*(active for _, active in before[-1]))
+            order = [*(reader[0] for slot in slots for reader in slot if reader is not None), *order]
         return [parts[stream] for stream in dict.fromkeys(order)]
 
     def _reader(self, part: Slice, cursor: Sequence[int] = (0,)) -> StreamReader:
@@ -243,9 +240,3 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         if self._is_shared:  # all shards' states are alike, and one may have been given alone
             states = [states[0]] * states[0]["world_size"]
         super()._reshard(states)
-
-
-def begun_streams(point: Point) -> list[int]:
-    """The streams that were active on any shard: by slot, then by shard, each once."""
-    slots = zip_longest(*(active for _, active in point))
-    return list(dict.fromkeys(reader[0] for slot in slots for reader in slot if reader is not None))

@@ -233,7 +233,7 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
     position, view, outcome = run.position, run.view, step.outcome
     position.skipped_in_a_row += 1
     view.record("non_finite_steps", 1.0)
-    metas = gather_from_ranks([micro.meta for micro in step.window], world_size=view.info.world_size)
+    metas = gather_from_ranks([str(micro.located) for micro in step.window], world_size=view.info.world_size)
     command = view.run_dir.rows_command(step.number)
     event = {"event": "non_finite", "global_step": step.number, "loss": outcome.loss, "batches": metas}
     view.event({**event, "see": command})

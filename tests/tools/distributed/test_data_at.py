@@ -39,7 +39,7 @@ class Notes(Extension):
         with (self.run.run_dir.path / f"read_{self.run.info.rank}.jsonl").open("a") as file:
             for micro in step.window:
                 number = self.run.state.shards[micro.shard].number
-                file.write(json.dumps([step.number, number, json.loads(micro.meta)["rows"]]) + "\n")
+                file.write(json.dumps([step.number, number, json.loads(str(micro.located))["rows"]]) + "\n")
 
 
 def has_read(run_dir: Path, step: int) -> list[list[Any]]:
