@@ -106,7 +106,7 @@ class BlendDataset:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
         names = [source.name for source in sources]
         if twice := next((name for name in names if names.count(name) > 1), ""):
-            raise UserError("data.source", f"two sources are called {twice!r}", "give each a name of its own")
+            raise UserError("data.source", f"two sources are called {twice!r}", "rename one")
         self.sources = list(sources)
         self.lane_sets: Mapping[int, int] = {}  # of full rows, see `LaneBlend`
         self._micro_batches = micro_batches
@@ -123,8 +123,8 @@ class BlendDataset:
         self._choices: list[int] = []
         # Before each choice and after the last: the batches of each source by its weights.
         self._expected: list[list[float]] = []
-        self._due = [0.0] * len(sources)  # what the weights call for so far, and its sum over sources
-        self._total = self._longest = 0  # the longest document, where shares are of tokens
+        self._due = [0.0] * len(sources)  # what the weights call for so far
+        self._total = self._longest = 0  # its sum; the longest document, where shares are of tokens
         self._states: list[Mapping[str, Any] | None] = [None] * len(sources)
         self._unsaved = set(range(len(sources)))  # whose state is not in `_states` yet
         self._time_names: list[str] = []  # of each source, in `time/<stage>/<name>`
@@ -225,7 +225,7 @@ class BlendDataset:
         return [weight / (sum(weights) or 1.0) for weight in weights]
 
     def _choose(self) -> None:
-        """Compute the choices from the next batch to the end of its block, -1: all weights are 0."""
+        """Compute the choices from the next batch to the end of its block, -1: no weight is left."""
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
@@ -255,7 +255,7 @@ class BlendDataset:
             raise StopIteration
         names = ", ".join(source.name for source in alive)
         problem = f"at batch {index} every source that still has data has weight zero ({names})"
-        raise UserError("data.source", problem, "keep at least one weight above zero at every batch")
+        raise UserError("data.source", problem, "keep one weight above zero at every batch")
 
     @property
     def groups_in_flight(self) -> list[int] | None:
@@ -391,12 +391,12 @@ class BlendDataset:
             self._ended[index] &= getattr(dataset, "is_ended", True)  # it may repeat now
         elif self._counts[index]:
             problem = "was read before the checkpoint, and cannot be resumed"
-            fix = "give its dataset state_dict and load_state_dict, or start without this checkpoint"
+            fix = "give it state_dict and load_state_dict, or start without this checkpoint"
             raise UserError(self._names[index], problem, fix)
 
 
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
-    """The names that a source may report, each once, without the `taken` ones; None: it reports nothing."""
+    """The names that a source may report, each once and not `taken`; None: it reports nothing."""
     keys = getattr(dataset, "metric_keys", None)
     if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
         return None

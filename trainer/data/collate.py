@@ -17,7 +17,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.wording import printable
 
-TRAINED = "data/trained"  # the metric of a mask, and the key of a batch for its (trained, all) tokens
+TRAINED = "data/trained"  # a metric, and the key of a masked batch's (trained, all) tokens
 
 Batch = dict[str, Any]
 
@@ -65,8 +65,9 @@ class Located:
             found.append([])
             for of, offset, size in row:
                 start, table = of.first + offset, of.source.groups
-                names = {"source": table.namespace, "stream": table.relative_path, "epoch": of.epoch}
-                found[-1].append({**names, "document": of.document, "start": start, "stop": start + size})
+                names = {"source": table.namespace, "stream": table.relative_path}
+                place = {"document": of.document, "start": start, "stop": start + size}
+                found[-1].append({**names, "epoch": of.epoch, **place})
         return found
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Lane:
 
 
 Refill = Callable[[Lane, int, int], bool]
-"""Gives a lane its next groups, at this position of a row, of at least so many tokens; False: none now."""
+"""Gives a lane, at this position of a row, groups of at least so many tokens; False: none now."""
 
 
 class Gathered(NamedTuple):

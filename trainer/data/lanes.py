@@ -15,9 +15,9 @@ into these. More lanes than a source has documents would put copies of one docum
 that few documents, or little memory for the states of the lanes, make g smaller (`num_sets`).
 
 Claims decide which source the next document comes from, so that weights are shares of tokens:
-whenever a lane reads n tokens of a source that can be read, each of these gains its current share of
-n, and the one they came from loses n; the largest claim is served next. Nothing is computed from the
-past, so a weight that changes causes no catching up.
+whenever a lane reads n tokens of a source that can be read, each of these gains its share of n, and
+the one they came from loses n; the largest claim is served next. Nothing is computed from the past,
+so a weight that changes causes no catching up.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def documents_drawn_from(documents: Mapping[str, float], shares: Mapping[str, fl
 
 
 def document_limits(documents: Mapping[str, float], shares: Mapping[str, float], num_shards: int) -> list[LaneLimit]:
-    """By source, from its documents in an epoch and the largest share of the tokens that it gets."""
+    """By source, from its documents in an epoch and the largest share of tokens that it gets."""
     found = []
     for name, count in documents.items():
         if shares[name] > 0:
@@ -132,10 +132,10 @@ NUM_TOKENS = attrgetter("num_tokens")
 
 
 class LaneBlend(BlendDataset):
-    """An iterator of micro-batches [B, T] from B = `rows` lanes; see `collate.Collator` for their keys.
+    """An iterator of micro-batches [B, T] from B = `rows` lanes; their keys: `collate.Collator`.
 
     `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
-    draw from, which are reported (0: unknown). `shrinks`: halve the rows once half hold what is left.
+    draw from, which are reported (0: unknown). `shrinks`: halve the rows once half hold the rest.
     Sources are `ShardSource`s, or off. `how`, and errors: of `BlendDataset`; or a file is damaged.
     """
 
@@ -265,7 +265,7 @@ class LaneBlend(BlendDataset):
         self._lanes = [*lanes[:num_lanes], *(Lane() for _ in range(num_lanes - len(lanes)))]
         self._lane_places, self._turn = [lane.place for lane in self._lanes], turn
         if self._waiting:
-            text = "%s continue once a row is free: %s were read at once, and now there are %s"
+            text = "%s will continue once a row is free: %s were read at once, and now there are %s"
             number = len(self._waiting)
             logger.info(text, counted(number, "document"), number + num_lanes, num_lanes)
 
@@ -280,7 +280,7 @@ class LaneBlend(BlendDataset):
     def _largest(self) -> int:
         """The source with the largest claim that can be read; -1: none can."""
         can_be_read = (index for index in self._laned if self._open[index][1])
-        return max(can_be_read, key=lambda index: (self._claims[index], self._shares[index]), default=-1)
+        return max(can_be_read, key=lambda at: (self._claims[at], self._shares[at]), default=-1)
 
     def _charge(self, index: int, num_tokens: int) -> None:
         """Settle the claims for tokens of a source that are read."""
@@ -420,7 +420,7 @@ class LaneBlend(BlendDataset):
         gone = {place.source for place in known} - self._by_name.keys()
         if gone:
             problem = f"lacks {', '.join(sorted(gone))}, of which documents are being read"
-            raise UserError("data.source", problem, "put it back, with a weight above 0 until they end")
+            raise UserError("data.source", problem, "put it back, with a weight, until they end")
         laned = {source.name for source in self._laned.values()}
         self._paused = [place for place in known if place.source not in laned]
         places = [place if place is None or place.source in laned else None for place in places]

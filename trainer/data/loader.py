@@ -322,7 +322,7 @@ class Reading:
         if self._info.rank == giver:
             own = next(filter(None, firsts)).masked().to(torch.device("cpu"))
             own = replace(own, state=None, located="{}")
-            own.extras.pop("instability_meta_json", None)  # it holds open files, which would travel whole
+            own.extras.pop("instability_meta_json", None)  # whose open files would travel
         given = gather_from_ranks(own, world_size=world_size)[giver]
         assert given is not None
         filler = given.to(self._device)

@@ -177,24 +177,23 @@ class ActivePool(Generic[ReaderT]):
 
     @property
     def seen(self) -> dict[str, float]:
-        if self._seen is not None:
-            return self._seen
-        stats, num_picks, counts = self._last_pick
-        least, most = (how.reduce(stats, axis=1).tolist() for how in (np.minimum, np.maximum))
-        self._seen = {
-            REMAINING_MIN: least[_REMAINING],
-            REMAINING_MAX: most[_REMAINING],
-            FRACTION_MIN: least[_FRACTION],
-            FRACTION_MAX: most[_FRACTION],
-            STEPS_SINCE_PICK_MAX: num_picks + most[_NEG_LAST_PICK],
-            PICK_SURPRISE_MAX: most[_SURPRISE],
-            **counts,
-        }
+        if self._seen is None:
+            stats, num_picks, counts = self._last_pick
+            least, most = (how.reduce(stats, axis=1).tolist() for how in (np.minimum, np.maximum))
+            self._seen = {
+                REMAINING_MIN: least[_REMAINING],
+                REMAINING_MAX: most[_REMAINING],
+                FRACTION_MIN: least[_FRACTION],
+                FRACTION_MAX: most[_FRACTION],
+                STEPS_SINCE_PICK_MAX: num_picks + most[_NEG_LAST_PICK],
+                PICK_SURPRISE_MAX: most[_SURPRISE],
+                **counts,
+            }
         return self._seen
 
     def drain(self, *, is_ended: bool) -> dict[str, float]:
-        """What was seen at the last pick, if any, and the picks and exhausted readers since the last
-        drain; of data that were all read (`is_ended`), only that no reader is left, and the events."""
+        """What was seen at the last pick, if any, and the picks and exhausted readers since the
+        last drain; once all data are read (`is_ended`), only the counts."""
         if is_ended:
             gauges = self._counts
         elif not self.seen:

@@ -41,7 +41,7 @@ from trainer.options import DEFAULT_STREAMS, MixingOptions, part_options
 from trainer.wording import printable
 
 Cursor = list[Any]
-"""Of a shard in an epoch: `[parts taken from the queue, [[stream, how far it was read...], ...]]`."""
+"""Of a shard in an epoch: `[parts taken from the queue, [[stream, how far it was read], ...]]`."""
 Point = list[Cursor]
 """Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew.
 Points are dropped at its end."""
@@ -238,12 +238,12 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
 
     @abstractmethod
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
-        """Cells that a reader had read of each of its groups, of which `cells` were left, int64 [n]."""
+        """Cells that a reader had read of its groups, of which `cells` were left, int64 [n]."""
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
         held = {path: opened.num_bytes for path, opened in self._in_memory.items()}
-        return tuple(max(held.get(each.relative_path) or file_bytes(each), 1) for each in self.streams)
+        return tuple(max(1, held.get(each.relative_path) or file_bytes(each)) for each in self.streams)
 
     def _open(self, stream: Stream) -> OpenStream:
         self._current = stream
@@ -268,7 +268,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
     def times_begun(self) -> tuple[int, int] | None:
         """How often a document of this shard was begun, at least and at most; None without any.
 
-        Epoch by epoch each is begun once. Where few are dealt anew, another shard may begin one for a
+        Each is begun once an epoch. Where few are dealt anew, another shard may begin one for a
         later epoch first: then these are bounds, which all shards together keep.
         """
         self._note()
@@ -283,8 +283,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         return self._index > 0 and not self._pool.readers
 
     def drain_step_metrics(self) -> dict[str, float]:
-        """The pool's metrics at the last pick, if any, and the picks and exhausted readers since the
-        last drain. Once all data are read, only the counts."""
+        """See `ActivePool.drain`."""
         self._note()
         return self._pool.drain(is_ended=self.is_ended)
 
@@ -297,7 +296,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
     def _begin(self, epoch: int, points: Mapping[int, list[Point]], index: int = 0) -> None:
         """Go to an epoch of which `index` parts were taken; points of earlier ones are dropped."""
         self.epoch, self._index = epoch, index
-        # Of full rows: groups picked ahead, the next one last, and the slots of picks not noted yet.
+        # Of full rows: groups picked ahead, the next one last; and the slots of picks to note.
         self._ahead: list[Handed] = []
         self._slots: list[int] = []
         self._points = {at: parts for at, parts in points.items() if at >= epoch}
@@ -420,32 +419,34 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         own = states[0]
         if len(states) == self._num_shards:
             own = states[self._shard]
-        self._most_begun = own["most_begun"]
         self._pool = ActivePool[ReaderT](self.modalities, self._mix.pick_mode)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)
-            return
-        points = {epoch: list(points) for epoch, points in own["points"]}
-        self._begin(own["epoch"], points, own["index"])
-        parts = {part.stream: part for part in self._queue[: own["index"]]}
-        for stream, *cursor in own["pool"]:
-            self._pool.add(self._reader(parts[stream], cursor))
-        self._pool.turn = own["turn"]
-        self._pool.restore(own["observed"])
-        self._num_picks = own["num_picks"]
-        self._pool.absences |= own["absences"]
-        self.is_ended = own["is_ended"] and not self._may_repeat()
-        self._has_groups = self._has_groups or own["epoch"] > 0
-        if own["pool"]:
+        else:
+            states = [own]
+            points = {epoch: list(points) for epoch, points in own["points"]}
+            self._begin(own["epoch"], points, own["index"])
+            parts = {part.stream: part for part in self._queue[: own["index"]]}
+            for stream, *cursor in own["pool"]:
+                self._pool.add(self._reader(parts[stream], cursor))
+            self._pool.turn = own["turn"]
+            self._pool.restore(own["observed"])
+            self._pool.absences |= own["absences"]
+            self._has_groups = self._has_groups or own["epoch"] > 0
+        self._most_begun = max(each["most_begun"] for each in states)
+        self._num_picks = max(each["num_picks"] for each in states)
+        # Data that ended without `repeat` may go on with it; a shard that never picked has none.
+        may_repeat = self._mix.repeat and self._num_picks > 0
+        self.is_ended = all(each["is_ended"] for each in states) and not may_repeat
+        if self._pool.readers:
             self._is_ready()  # more may be open at once than before
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the earliest epoch of shards that were others; of it and later ones, where they were."""
+        """Continue the earliest epoch of other shards, and later ones, where each of them was."""
         first = states[0]
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
             raise UserError(self.name, problem, "give the states of all of them, in order")
-        self._most_begun = max(each["most_begun"] for each in states)
         # A shard without any group stays in its first epoch: it does not tell where the run is.
         epochs = [each["epoch"] for each in states if each["pool"] or not each["is_ended"]] or [first["epoch"]]
         points: dict[int, list[Point]] = {}
@@ -462,12 +463,6 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
                 point.append(cursor)
             points[epoch] = [*points.get(epoch, []), point]
         self._begin(min(epochs), points)
-        self._num_picks = max(each["num_picks"] for each in states)
-        self.is_ended = all(each["is_ended"] for each in states) and not self._may_repeat()
-
-    def _may_repeat(self) -> bool:
-        # After data that ended in a run without `repeat`; a shard that never picked has no groups.
-        return self._mix.repeat and self._num_picks > 0
 
 
 class ShardSource(StreamSource[Part | Few, Reader]):
@@ -488,6 +483,7 @@ class ShardSource(StreamSource[Part | Few, Reader]):
             return None
         if num_shards not in self._dealers:
             found: list[tuple[int, int, int]] = []
+            self._dealers[num_shards] = None
             for stream in self.streams:
                 source = self.open(stream)
                 tokens = np.bincount(source.groups.documents, source.num_tokens()).astype(np.int64)
@@ -495,8 +491,8 @@ class ShardSource(StreamSource[Part | Few, Reader]):
                 found += [(stream.stream_id, at, int(tokens[at])) for at in owners.tolist()]
                 if len(found) >= FEW * num_shards:
                     break
-            is_few = len(found) < FEW * num_shards
-            self._dealers[num_shards] = FewDocuments(found, len(self.streams), num_shards) if is_few else None
+            else:
+                self._dealers[num_shards] = FewDocuments(found, len(self.streams), num_shards)
         return self._dealers[num_shards]
 
     def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> Reader:

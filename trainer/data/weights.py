@@ -13,7 +13,7 @@ from pydantic import Field
 from trainer.arrays import Ints
 from trainer.options import MicroBatches, Options, part_options
 
-# Far inside float64's range: no sum of weights overflows and no interpolated weight underflows, so a
+# Far inside float64's range: no sum of weights overflows, no interpolated weight underflows, and a
 # weight is zero exactly where its schedule is.
 Value = Annotated[float, Field(ge=1e-100, le=1e100)] | Annotated[float, Field(ge=0, le=0)]
 

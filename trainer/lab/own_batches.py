@@ -83,8 +83,8 @@ class OwnBatches:
     The loader prepares batches in advance, and a checkpoint needs the state after the last batch
     that was trained on. A data set that fills one buffer again and again, or whose `state_dict`
     returns the object that it counts in, would otherwise lose batches and resume too far ahead.
-    `vocab_size`: ids beyond it are refused, if they are on the host; targets beyond `num_targets`, or 0:
-    likewise. `key` names the data set in messages; its other keys are inputs of the `model`, on its
+    Ids on the host from `vocab_size` on are refused, targets from `num_targets` on (0: likewise).
+    `key` names the data set in messages; a batch's other keys are inputs of the `model`, on its
     device. A cell that does not follow the one read here is refused, until the data set resumes.
     """
 
@@ -106,7 +106,7 @@ class OwnBatches:
         self._due: dict[int, int] | None = {}  # next cells of begun groups; None: not known
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The batches, checked and copied. Raises UserError: the data set failed, or one is wrong."""
+        """The batches, checked and copied. UserError: the data set failed, or one is wrong."""
         over = object()
         with users_code(self._key, "cannot be iterated"):
             iterator = iter(self._dataset)
@@ -136,16 +136,14 @@ class OwnBatches:
         for problem, fix in chain(problems, self._strays(batch)):  # the first is enough
             raise UserError(self._key, f"a batch {problem}", fix)
         if self._model is not None:
-            given = {"state": None, **{key: value for key, value in batch.items() if key not in HOST_KEYS}}
-            del given["targets"]
-            refuse_arguments(
-                self._model.forward, "the model", given, key=self._key, fix="change the batches, or the model"
-            )
+            names = (key for key in ("state", *batch) if key not in {*HOST_KEYS, "targets"})
+            fix = "change the batches, or the model"
+            refuse_arguments(self._model.forward, "the model", dict.fromkeys(names), key=self._key, fix=fix)
         return dict(batch)
 
     def _copied(self, key: str, values: Any) -> Any:
-        """A copy. Numbers for the model become a tensor, on the device but for ids, which are looked at:
-        integers int64, floats the type of the weights. All else stays as it is."""
+        """A copy. Numbers for the model become a tensor, on the device but for ids, which are read
+        here: integers int64, floats the default type. All else stays as it is."""
         if key not in HOST_KEYS and not isinstance(values, Tensor):
             with suppress(ValueError, TypeError, RuntimeError):  # of unequal lengths, on a device
                 array = np.asarray(values)
@@ -168,7 +166,8 @@ class OwnBatches:
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Groups that continue here at another cell than the one behind their last."""
-        ids, cells, is_last, end_ids, end_cells, _ = map(_on_host, map(batch.get, (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS)))
+        values = map(_on_host, map(batch.get, (*CARRY_KEYS, *ENDS)))
+        ids, cells, is_last, end_ids, end_cells = values
         if self._due is None or ids is None or cells is None or is_last is None:
             return
         for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
@@ -234,8 +233,8 @@ def _on_host(values: Any) -> np.ndarray | None:
 
 
 def own_set(plan: Plan, source: Source, info: RankInfo, device: torch.device, num_batches: int) -> EvalSet:
-    """A validation set of the user's own, made anew for each evaluation, and read to its end or to so
-    many micro-batches. A UserError if this rank has none."""
+    """A validation set of the user's own, made anew for each evaluation, and read to its end or up
+    to `num_batches`. A UserError if this rank has none."""
     made = partial(own_batches, plan, source, info, None, "eval source", device=device)
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:

@@ -118,7 +118,7 @@ class StreamReader:
         return (self.num_cells - self.position) / max(self.num_cells, 1)
 
     def next_lanes(self) -> list[Lane]:
-        """Advance by a batch: the lanes with a row in it; none if only other ranks still have rows."""
+        """Advance by a batch: the lanes with a row in it; none if only other ranks have rows."""
         lanes = enumerate(self._lanes)
         found = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
         self.position += len(found)
@@ -177,7 +177,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         order = keyed_generator(*key, len(before)).permutation(len(parts)).tolist()
         if before:  # those that were active on any shard come first: by slot, then by shard
             slots = zip_longest(*(active for _, active in before[-1]))
-            order = [*(reader[0] for slot in slots for reader in slot if reader is not None), *order]
+            order = [*(reader[0] for slot in slots for reader in slot if reader), *order]
         return [parts[stream] for stream in dict.fromkeys(order)]
 
     def _reader(self, part: Slice, cursor: Sequence[int] = (0,)) -> StreamReader:
@@ -229,10 +229,9 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         rows, located = len(batch["targets"]), batch["instability_meta_json"]
         batch["dataset_labels"] = [self.name for _ in range(rows)]
         batch["dataset_segments"] = [modality for _ in range(rows)]
-        located.origin = {"source": self.name, "stream": path, "epoch": self.epoch}
-        located.origin["position"] = position
-        # As text, without `documents`: `loader.take_apart` then tells the noise scale of groups, which no
-        # two ranks share.
+        located.origin = {"source": self.name, "stream": path, "epoch": self.epoch, "position": position}
+        # As text, without `documents`: `take_apart` then tells the noise scale of groups, which no two
+        # ranks share.
         batch["instability_meta_json"] = str(located)
         return batch
 

@@ -56,8 +56,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     """
     readable = partial(users_code, str(run_dir), "a checkpoint cannot be read", "name another step")
     saved: Mapping[str, Any] = {}
-    run, complete = load_run(run_dir), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
-    kept = {checkpoint.step_of(path): path for path in complete}
+    run, places = load_run(run_dir), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
+    kept = {checkpoint.step_of(path): path for path in places}
     # The launch that trained the step saved the next checkpoint, if any is left; or it is the last.
     later = min((at for at in kept if at >= step), default=None)
     if later is None:
@@ -81,7 +81,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
     reached = max(*kept, *run.steps, run.status.get("last_step") or 0, 0)
     if step > reached:  # the last steps of a killed run may have no record
-        logger.warning("%s has trained %d steps on record; step %d would read this:", run_dir, reached, step)
+        text = "%s has trained %d steps on record; step %d would read this:"
+        logger.warning(text, run_dir, reached, step)
     for restart in run.restarts:  # between two checkpoints that are left
         if restart.details.get("changed") and (before or begun) < restart.global_step < (later or math.inf):
             problem = f"has other settings since step {restart.global_step}, and no checkpoint of it"
