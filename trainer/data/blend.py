@@ -332,9 +332,7 @@ class BlendDataset:
             merge, known = self._merges[key], [value for value in values if value is not None]
             # Only a mean can do without the value of a source that failed.
             is_known = len(known) == len(values) or (merge is fmean and known)
-            metrics[key] = None
-            if is_known:
-                metrics[key] = merge(known)
+            metrics[key] = merge(known) if is_known else None
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

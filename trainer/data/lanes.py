@@ -128,7 +128,6 @@ def streams_open(streams: Sequence[Stream], lanes: int, read: ReadOptions) -> in
 
 logger = get_logger(__name__)
 DOCUMENTS = "data/documents"
-NUM_TOKENS = attrgetter("num_tokens")
 
 
 class LaneBlend(BlendDataset):
@@ -318,7 +317,7 @@ class LaneBlend(BlendDataset):
                 self._unsaved.add(index)
             else:
                 groups += handed
-                sizes = list(map(NUM_TOKENS, handed))
+                sizes = [each.num_tokens for each in handed]
                 self._longest = max(self._longest, *sizes)
                 num_tokens = sum(sizes)
                 self._charge(index, min(num_tokens, left))

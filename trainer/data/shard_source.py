@@ -256,7 +256,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
 
     @property
     def now_reading(self) -> str:
-        """The file that was opened or read last; empty before the first. For any thread."""
+        """The file opened last (batches of one stream: or read); empty at first. For any thread."""
         return "" if self._current is None else printable(self._current.path)
 
     def drain_seconds(self) -> dict[str, float]:

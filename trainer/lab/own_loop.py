@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,16 +40,14 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
         return
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    own: dict[str, Any] = {}
-    world_size = parse_count(os.environ.get("WORLD_SIZE", ""))  # torchrun's, which the diagnosis needs
-    if world_size is not None:
-        own["world_size"] = world_size
+    # That of torchrun, which the diagnosis needs.
+    world_size = parse_count(os.environ.get("WORLD_SIZE", ""))
     with take_lock(path) as lock:
         step = last_step(path)
         if step is not None:
             text = "%s has rows through step %d already, and those of this run follow them: "
             logger.warning(text + "another run needs another directory", path, step)
-        write_status(path / STATUS_NAME, "running", reason="", step=step, **own)
+        write_status(path / STATUS_NAME, "running", reason="", step=step, world_size=world_size)
         state, reason = "done", ""
         try:
             yield
@@ -60,7 +57,8 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
         finally:
             # Before the lock is free: without a process, `running` would mean that it died.
             lock.check()
-            write_status(path / STATUS_NAME, state, reason=reason, step=last_step(path), **own)
+            step = last_step(path)
+            write_status(path / STATUS_NAME, state, reason=reason, step=step, world_size=world_size)
 
 
 def _end_of(error: BaseException) -> tuple[str, str]:

@@ -119,13 +119,9 @@ def test_a_blend_without_or_with_equal_names_is_refused():
 
 
 def blended(streams, mixing, *, weight=1.0, seed=0, **kwargs):
-    return BlendDataset(
-        [
-            BlendSource("x", mixing(streams[:2], name="x", **kwargs), ConstantWeight(weight)),
-            BlendSource("y", mixing(streams[2:], name="y", **kwargs), ScheduledWeight("linear", {0: 1.0, 50: 3.0})),
-        ],
-        seed=seed,
-    )
+    x, y = (mixing(own, name=name, **kwargs) for name, own in (("x", streams[:2]), ("y", streams[2:])))
+    moving = ScheduledWeight("linear", {0: 1.0, 50: 3.0})
+    return BlendDataset([BlendSource("x", x, ConstantWeight(weight)), BlendSource("y", y, moving)], seed=seed)
 
 
 @pytest.mark.parametrize(("stop", "repeat"), [(0, True), (7, True), (90, True), (7, False), (90, False)])
@@ -220,18 +216,15 @@ def test_weights_that_are_no_weights_are_refused(value):
         ScheduledWeight("linear", {0: 1.0}, scale=value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "points", "unit", "message"),
-    [
+def test_schedules_that_say_nothing_are_refused():
+    for kind, points, unit, message in (
         ("linear", {}, "batch", "at least 1 item"),
         ("linear", {-1: 1.0}, "batch", "greater than or equal to 0"),
         ("cubic", {0: 1.0}, "batch", "'linear' or 'step'"),
         ("step", {0: 1.0}, "epoch", "'batch' or 'step'"),
-    ],
-)
-def test_schedules_that_say_nothing_are_refused(kind, points, unit, message):
-    with pytest.raises(UserError, match=message):
-        ScheduledWeight(kind, points, unit=unit)
+    ):
+        with pytest.raises(UserError, match=message):
+            ScheduledWeight(kind, points, unit=unit)
 
 
 KEYS = pool_metric_keys(["a", "b"])

@@ -32,9 +32,8 @@ def test_ranks_pick_alike_with_one_pool_and_each_for_itself_with_its_own(write_s
     streams = write_streams({"a": [[4] * 200], "b": [[4] * 200]})
 
     def changes(rank, batching_mode):
-        dataset = mixing(
-            streams, pick_mode="uniform", batching_mode=batching_mode, rank=rank, world_size=4, batch_size=1
-        )
+        how = {"pick_mode": "uniform", "world_size": 4, "batch_size": 1}
+        dataset = mixing(streams, batching_mode=batching_mode, rank=rank, **how)
         picked = [meta(next(dataset))["stream"] for _ in range(24)]
         return tuple(before != after for before, after in itertools.pairwise(picked))
 
@@ -100,7 +99,7 @@ def test_a_list_of_states_on_the_same_world_gives_each_rank_its_own(write_stream
         assert [meta(next(resumed)) for _ in range(20)] == [meta(next(rank)) for _ in range(20)]
 
 
-def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(write_streams, mixing, caplog):
+def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(write_streams, mixing):
     streams = write_streams(LAYOUT)
     dataset = mixing(streams, num_streams_mixed=4)
     next(dataset)

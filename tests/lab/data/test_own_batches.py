@@ -138,9 +138,8 @@ def test_what_a_model_takes_arrives_as_tensors_and_what_it_needs_must_be_there()
         ({**numbers, "odd": 1}, "got an unexpected keyword argument 'odd'"),
     ):
         wrong = {key: value for key, value in wrong.items() if key not in ("note", "resets")}
-        with pytest.raises(
-            UserError, match=f"own: cannot call the model with state, .*: {problem}; change the batches"
-        ):
+        message = f"own: cannot call the model with state, .*: {problem}; change the batches"
+        with pytest.raises(UserError, match=message):
             list(OwnBatches([numbers, wrong], model=OfFeatures(), **how))
     with pytest.raises(UserError, match=r"has targets \[6\]"):
         next(iter(OwnBatches([{**numbers, "targets": np.ones(6)}], **how)))
@@ -156,7 +155,7 @@ def batch(**more):
     [
         (
             {"tokens": 1, "targets": 1, "group_ids": 1},
-            "has no cell_index, is_last, but others of group_ids, cell_index, is_last",
+            "has no cell_index, is_last, but others of group_ids, cell_index",
         ),
         (batch(odd=1), "batch key odd: neither an input of the model .* tokens, dataset_labels, .*; accept it"),
         (batch(token_type=1), "batch key token_type: neither .*; did you mean token_types?"),
