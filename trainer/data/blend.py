@@ -229,10 +229,9 @@ class BlendDataset:
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
-        weights = np.zeros((len(batches), len(self.sources)))
-        for i, source in enumerate(self.sources):
-            x = positions(source.weight.unit, batches, self._micro_batches)
-            weights[:, i] = source.weight.evaluate_many(x)
+        specs = [source.weight for source in self.sources]
+        places = [positions(spec.unit, batches, self._micro_batches) for spec in specs]
+        weights = np.stack([*map(ScheduledWeight.evaluate_many, specs, places)], axis=1)
         sums = weights.sum(axis=1, keepdims=True)
         shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
         alive = np.where(self._ended, 0.0, weights)

@@ -47,7 +47,7 @@ def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that is no longer picked."""
     surprise, key = series(run, SURPRISE), "data.mixing.pick_mode"
     modes = {key: run.setting(key)}
-    for table in sources(run):
+    for table in run.setting("data.source", []):
         if own := (table.get("mixing") or {}).get("pick_mode"):
             modes[f"data.source.{table.get('name')}.mixing.pick_mode"] = own
     drawn = [(key, mode) for key, mode in modes.items() if mode != "round_robin"]
