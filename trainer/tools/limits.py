@@ -107,7 +107,7 @@ DOUBLED: Final = 2.0
 WARM_UP_SHARE: Final = 0.05
 # share of the time of the steps: waiting for data beyond it is a bottleneck, below it jitter.
 DATA_SHARE: Final = 0.15
-# share of the wait: that the slowest stage of reading takes, or something else took the time.
+# share of the wait: that reading takes, or something else took the time.
 EXPLAINED_WAIT: Final = 0.5
 # share of a step: that the fastest rank waits for the slowest; less is a matter of batches.
 STRAGGLE_SHARE: Final = 0.25

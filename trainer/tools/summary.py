@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from trainer.config.rules import reads_lanes
 from trainer.distributed.strategy import layout_of, num_parameters, own_part
 from trainer.errors import UserError
-from trainer.files import parse_count
 from trainer.metrics.catalog import EMA_PREFIX, ERROR_SUFFIX, ERRORS_SHOWN
 from trainer.metrics.logger import get_logger
 from trainer.tools.doubts import planned as planned
@@ -112,8 +111,7 @@ def resume_command(run: RunView) -> str:
     Of several nodes, which each have a launcher, only the options to add.
     """
     ranks, options = run.info.world_size, f"--resume auto --run-dir {shlex.quote(str(run.run_dir.path))}"
-    local = parse_count(os.environ.get("LOCAL_WORLD_SIZE", "")) or (ranks if ranks == 1 else 0)
-    if ranks != local:
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != str(ranks):
         return f"the same command line and {options}"
     config_path = shlex.quote(str(run.run_dir.resolved_config))
     if ranks == 1:
@@ -168,6 +166,7 @@ def out_of_memory(run: Run) -> None:
         "weights": _bytes(parameters),
         "gradients": _bytes([parameter.grad for parameter in parameters]),
         "optimizer": _bytes(tree_leaves([*run.view.state.optimizer.state.values()])),
+        "averages": _bytes(run.view.state.tensors.values()),
         "ledger": len(run.view.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.view.model)),
     }
     if run.view.device.type == "cuda":

@@ -26,7 +26,7 @@ from trainer.data.lanes import (
     streams_open,
 )
 from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
-from trainer.data.weights import ScheduledWeight
+from trainer.data.weights import ScheduledWeight, positions
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Strategy, layout_for
 from trainer.files import allow_open_files
@@ -38,6 +38,7 @@ from trainer.metrics.tracker import MetricsTracker
 from trainer.model.protocol import parameter_roles
 from trainer.objective import Loss, Objective
 from trainer.on_device import memory_of
+from trainer.options import MicroBatches
 from trainer.training import need
 from trainer.training.optimizer import build_optimizer
 from trainer.training.plan import Plan, Source, build_model, own_loss, width_of
@@ -188,7 +189,7 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     own = [source for source in plan.sources if source.streams and not source.is_off]
     if not own:  # data sets of the user's own alone
         return Lanes({})
-    shares = _largest_shares([source.weight for source in own])
+    shares = _largest_shares([source.weight for source in own], config.micro_batches)
     documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
     by_name = dict(zip(documents, shares, strict=True))
     limits = document_limits(documents, by_name, facts.data_shards)
@@ -227,10 +228,16 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]
     return dict(saved[LANE_SETS]) if found[0] == found[1] else {}
 
 
-def _largest_shares(weights: Sequence[ScheduledWeight]) -> list[float]:
+def _largest_shares(weights: Sequence[ScheduledWeight], micro_batches: MicroBatches) -> list[float]:
     """The largest share that each source has at any point of a schedule."""
-    points = np.array(sorted({x for weight in weights for x in weight.points}), np.int64)
-    at = np.array([weight.evaluate_many(points) for weight in weights])
+    found = {0}
+    for weight in weights:
+        points = list(weight.points)
+        if weight.unit == "step":
+            points = [micro_batches.batches_before(max(step, 1)) for step in points]
+        found.update(points)
+    batches = np.array(sorted(found))
+    at = np.array([each.evaluate_many(positions(each.unit, batches, micro_batches)) for each in weights])
     sums = at.sum(axis=0)
     largest: list[float] = np.divide(at, sums, out=np.zeros_like(at), where=sums > 0).max(axis=1).tolist()
     return largest

@@ -30,7 +30,7 @@ from trainer.data.lanes import (
     streams_open,
 )
 from trainer.data.loader import take_apart
-from trainer.data.weights import ConstantWeight
+from trainer.data.weights import ConstantWeight, ScheduledWeight
 from trainer.distributed.strategy import Strategy
 from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.gradient_noise import GradientNoiseScale
@@ -114,6 +114,11 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
     assert plan_lanes(resumed, 10, cpu).sets == before.sets
     for other in ("data.mixing.spread=3", "data.source.first.weight=1"):
         assert recorded_sets(planned(growing, other), saved) == recorded_sets(plan, None) == {}
+
+
+def test_the_largest_share_is_taken_at_one_time_of_weights_by_batch_and_by_step():
+    weights = ScheduledWeight("linear", {0: 1, 400: 5}), ScheduledWeight("linear", {1: 1, 101: 5}, unit="step")
+    assert built._largest_shares(weights, MicroBatches.constant(4)) == [0.5, 0.5]
 
 
 def test_steps_of_lanes_have_phases():

@@ -266,7 +266,6 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
             {"gns/b_big": [1.0] * 40, "gns/b_now": {30: 500.0}, "gns/b_now_low": {30: 400.0}}
         ),
         "uneven_slices: uneven slices of several pools": wide(0.01),
-        "straggling_rank: a single rank": make_run(BUSY),
         "model_contract: no record of a check": make_run({"loss": [1.0]}, config={"model": {"target": "mine:build"}}),
     },
 }
@@ -407,6 +406,7 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     assert "fewer, larger files" in found.fix
     first = data_bound([9.0, *waits], open=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "time/read/all took most" in first.outcome.sentence, "not what the first rows took"
+    assert "fewer, larger files" in data_bound(waits, open=[0.1] * 80, read=[0.1] * 80).fix, "all stages together"
     # Reading does not explain the wait.
     assert data_bound(waits, read=[0.1] * 80).fix == "try data.prefetch = 4 (now 2)"
     assert data_bound(waits, prefetch=0).fix == "try data.prefetch = 2 (now 0)", "reading and training take turns"
@@ -436,6 +436,11 @@ def test_the_depth_from_which_context_is_not_used_is_named() -> None:
     assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in (
         check("loss_rises_with_depth", FAULTY["loss_rises_with_depth"]).sentence
     )
+
+
+def test_the_evidence_of_spikes_is_the_spikes() -> None:
+    (evidence,) = check("loss_spikes", losses(*noisy(2.0, 40), *[4.0, *noisy(2.0, 30)] * 7)).evidence
+    assert [*evidence.values] == [4.0] * 7
 
 
 def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:

@@ -174,6 +174,7 @@ def numbers(gains=(0.0, 0.1, 0.2), error=0.02, name="") -> dict[str, float]:
         ((0.12, 0.12, 0.12), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens"),
         ((0.12, 0.03, 0.02), "lowers the loss by 0.1200 +- 0.0040 (95 %) beyond 16 tokens; nothing beyond 64"),
         ((0.0, 0.0, 0.001), "changes the loss by -0.0010 +- 0.0040 (95 %) beyond 16 tokens: nothing to tell from 0"),
+        ((math.nan,) * 3, "changes the loss by nan beyond 16 tokens"),
         ((-0.1, -0.1, -0.1), "raises the loss by 0.1000 +- 0.0040 (95 %) beyond 16 tokens"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.support.records import record_of, write_record
 from trainer.metrics.noise_scale import t_quantile
 from trainer.metrics.payload_contract import Restart
 from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, summarize
-from trainer.tools.runs.load import load_run
+from trainer.tools.runs.load import RowTable, load_run
 
 
 def results(run):
@@ -35,6 +35,8 @@ def test_results_come_from_the_rows_and_are_none_if_unknown():
     expected |= dict.fromkeys(unknown)
     assert results(run) == results(run) | expected
     assert notes(run)["Held-out loss"] == "step 4, best 2 at step 2"
+    lost = record_of({}, {2: {"eval_loss": 2.0}, 4: {"eval_loss": math.nan}})
+    assert (str(results(lost)["Held-out loss"]), notes(lost)["Held-out loss"]) == ("nan", "step 4, best 2 at step 2")
     rows = {"gpu/peak_gb": [2.0, 3.0], "tokens_seen": [50.0, 100.0], "mfu": [0.4, 0.4]}
     rows |= {"data/epochs_most": [1.0, 2.0]}
     run = record_of(rows, environment={"parameters": 50})
@@ -71,6 +73,9 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     for content in ("3", whole.replace("7, ", "-7, "), whole.replace("20.0", "1e200"), '{"key": 1'):
         kept.write_text(content)
         assert load_run(tmp_path / "cut").document_losses[1].startswith("evaluations/step_00000004.jsonl is damaged: ")
+    kept = kept.rename(kept.with_name("step_00000000.jsonl"))
+    assert replace(before, path=cut.path, evals=RowTable()).document_losses == ({}, ""), "no evaluation"
+    kept.rename(kept.with_name("step_00000004.jsonl"))
     _, row, *others = summaries([before, after, few, wrong, cut])[-1]
     d, w = np.subtract(second, first)[:6], np.array(TOKENS)[:6]  # the last one was read further
     effective = w.sum() ** 2 / np.square(w).sum()
@@ -105,13 +110,11 @@ def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
     assert [(each["mean"], each["error"]) for each in singles] == [(9.0, None), (8.0, None), (7.0, None)]
     assert "one seed: its scatter over seeds is not known" in singles[0]["text"]
     others = [run(1.7, 3, lr=0.2), run(1.5, 1, lr=0.2), run(1.2, 9, lr=0.2), run(4.0, 8, step=2, state="failed")]
-    mean, _, pair = over_seeds([run(2.0, 1), run(2.2, 2), run(2.6, 3), *others])
-    assert mean["text"].endswith("; left out, failed or without a held-out loss: r4.0")
+    *_, pair, failed = over_seeds([run(2.0, 1), run(2.2, 2), run(2.6, 3), *others])
     # Of -0.9 and -0.5: the mean -0.7, and Student's t with 1 degree of freedom, 12.706, times 0.2.
     assert (pair["runs"], pair["minus"]) == (["r1.7", "r1.5"], ["r2.6", "r2.0"])
     assert (pair["mean"], 2 * pair["error"]) == pytest.approx((-0.7, 2.5412))
-    *_, failed = over_seeds([run(2.0, 1), run(3.0, 2, lr=0.2, state="failed")])
-    assert failed["text"] == "r3.0: left out, failed or without a held-out loss"
+    assert failed["text"] == "r4.0: left out, failed or without a held-out loss"
 
 
 def test_seeds_are_compared_over_the_same_documents_alone(tmp_path):
@@ -124,9 +127,10 @@ def test_seeds_are_compared_over_the_same_documents_alone(tmp_path):
 
     runs = [run(number, TOKENS) for number in range(4)]
     assert "seed by seed: 0, " in over_seeds(runs)[-1]["text"]
-    for fourth in (run(3, [*TOKENS[:6], 80]), run(3, TOKENS, "ids")):
+    other = run(3, TOKENS, "ids")
+    for fourth in (run(3, [*TOKENS[:6], 80]), other, replace(other, path=tmp_path)):
         *_, group = over_seeds([*runs[:2], replace(runs[2], config={**fourth.config, "run": {"seed": 0}}), fourth])
-        assert group["text"].endswith("not compared: it has read other documents, or parts")
+        assert group["text"].endswith("not compared: it has read other documents, parts or tokens")
 
 
 def test_the_end_is_the_last_tenth_of_the_rows_and_the_final_loss_names_its_steps():

@@ -65,11 +65,11 @@ def data_bound(run: RunRecord) -> Outcome:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
     keys = [key for key in run.train.keys if key.startswith(STAGE_KEYS)]
     stages = [series(run, key).since(waits.steps[0]) for key in keys]
-    slowest = max(stages, key=lambda column: column.total, default=None)
-    if slowest is None or slowest.total < limits.EXPLAINED_WAIT * waited:
+    if math.fsum(stage.total for stage in stages) < limits.EXPLAINED_WAIT * waited:
         # Reading takes less than the waits: it and training take turns, which reading ahead can hide.
         ahead = run.setting("data.prefetch")
         return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
+    slowest = max(stages, key=lambda stage: stage.total)
     words += f"; of the stages of reading, {slowest.key} took most"
     knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]])
     return finding(words, waits.evidence(), slowest.evidence(), knob=knob)
@@ -78,8 +78,6 @@ def data_bound(run: RunRecord) -> Outcome:
 @rule("warning", needs=(SLOWEST, FASTEST, STEP_TIME), hint="a run of several ranks logs them")
 def straggling_rank(run: RunRecord) -> Outcome:
     """Ranks that wait for the slowest one."""
-    if run.world_size == 1:
-        return not_measured("single rank")
     slowest, fastest, times = aligned(*(_warm(run, key) for key in (SLOWEST, FASTEST, STEP_TIME)))
     if len(times) < limits.SPEED_ROWS:
         return not_yet(f"needs {limits.SPEED_ROWS} rows after warm-up, has {len(times)}")

@@ -179,8 +179,7 @@ def loss_spikes(run: RunRecord) -> Outcome:
     before = [*filter(math.isfinite, loss.values[:peak])][-limits.SPIKE_CENTER :]
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
     words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
-    around = sorted({j for i in hits for j in (i - 1, i) if j >= 0})
-    return finding(words, loss.evidence(around), knob=lower_lr(run))
+    return finding(words, loss.evidence(hits), knob=lower_lr(run))
 
 
 def _divergence(run: RunRecord, loss: Series, least_rise: float) -> Outcome | None:

@@ -108,18 +108,19 @@ def _time(run: RunRecord) -> SummaryRow:
 
 def _held_out(run: RunRecord) -> SummaryRow:
     """The last held-out loss, with its error, and the lowest one."""
-    evals, errors = _finite(run, "eval_loss"), _finite(run, "eval_loss_se")
-    if not evals:
+    (steps, losses), errors = run.column("eval_loss"), _finite(run, "eval_loss_se")
+    if not steps:
         return SummaryRow("Held-out loss", None, loss_unit(run))
-    last, best = max(evals), min(evals, key=evals.__getitem__)
-    notes = [f"step {last:,}", f"best {number_text(evals[best])} at step {best:,}"]
-    if last in errors:
-        notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[last])} (95 %)")
+    notes = [f"step {steps[-1]:,}"]
+    if steps[-1] in errors:
+        notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[steps[-1]])} (95 %)")
+    for best, step in sorted((loss, step) for step, loss in _finite(run, "eval_loss").items())[:1]:
+        notes.append(f"best {number_text(best)} at step {step:,}")
     documents = run.document_losses[0].get("eval_loss")
     if documents:
         tokens = sum(tokens for _, tokens in documents.values())
         notes.append(f"{counted(len(documents), 'document')}, {counted(tokens, 'token')}")
-    return SummaryRow("Held-out loss", evals[last], loss_unit(run), ", ".join(notes))
+    return SummaryRow("Held-out loss", losses[-1], loss_unit(run), ", ".join(notes))
 
 
 def _final_loss(run: RunRecord) -> SummaryRow:
@@ -201,9 +202,6 @@ def _difference(before: Losses, after: Losses) -> tuple[float | None, float | No
     return moments.mean(), error, note
 
 
-LEFT_OUT = "left out, failed or without a held-out loss"
-
-
 def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Means of the last held-out loss over runs that share all but `run.seed`: settings, also those that
     a resume changed, ranks, machine, versions and step. Of runs with one seed the first counts.
@@ -211,44 +209,50 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     A group is also compared with the first one of its step, by the seeds that both have: `minus`.
     `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.
     """
-    groups: dict[tuple[str, int], dict[str, tuple[str, float, object]]] = {}
-    left_out: dict[str, list[str]] = {}
+    groups: dict[tuple[str, int], dict[str, RunRecord]] = {}
+    left_out = []
     for run in runs:
         settings, (steps, losses) = recorded_settings(run.config, run.environment), run.evals.column("eval_loss")
         seed = value_text(settings.pop("run.seed", None))
         changed = [each.details["changed"] for each in run.restarts if each.details.get("changed")]
         same = json.dumps([settings, changed], sort_keys=True, default=str)
-        has_failed = run.status.get("state") in ("failed", "died")
-        if has_failed or not (steps and math.isfinite(losses[-1])):
-            left_out.setdefault(same, []).append(run.name)
+        if run.status.get("state") in ("failed", "died") or not (steps and math.isfinite(losses[-1])):
+            left_out.append(run.name)
         elif run.config:
-            documents = run.document_losses[0].get("eval_loss", {})
-            read = {(_tokens_of(run), where): tokens for where, (_, tokens) in documents.items()}
-            groups.setdefault((same, steps[-1]), {}).setdefault(seed, (run.name, losses[-1], read))
+            groups.setdefault((same, steps[-1]), {}).setdefault(seed, run)
     found: list[dict[str, Any]] = []
     pairs: list[dict[str, Any]] = []
-    first: dict[int, dict[str, tuple[str, float, object]]] = {}
-    for (same, step), group in groups.items():
-        names, values, _ = zip(*group.values(), strict=True)
-        mean, error, shown = _mean_of_seeds(values)
+    first: dict[int, dict[str, RunRecord]] = {}
+    for (_, step), group in groups.items():
+        names = [run.name for run in group.values()]
+        mean, error, shown = _mean_of_seeds([*map(_last_loss, group.values())])
         text = f"{', '.join(names)}: held-out loss {number_text(mean, 5)}, {shown}"
-        if same in left_out:
-            text += f"; {LEFT_OUT}: {', '.join(left_out.pop(same))}"
         before = first.setdefault(step, group)
         common = [seed for seed in group if seed in before]
-        if any(before[seed][2] and group[seed][2] not in ({}, before[seed][2]) for seed in common):
-            common, text = [], f"{text}; not compared: it has read other documents, or parts"
+        if not all(_read_the_same(before[seed], group[seed]) for seed in common):
+            common, text = [], f"{text}; not compared: it has read other documents, parts or tokens"
         found.append({"runs": names, "mean": mean, "error": error, "text": text})
         if before is not group and len(common) > 1:
-            ours, minus = ([each[seed][0] for seed in common] for each in (group, before))
-            gains = [group[seed][1] - before[seed][1] for seed in common]
-            mean, error, shown = _mean_of_seeds(gains)
+            ours, minus = ([each[seed].name for seed in common] for each in (group, before))
+            mean, error, shown = _mean_of_seeds([_last_loss(group[seed]) - _last_loss(before[seed]) for seed in common])
             text = f"{', '.join(ours)} minus {', '.join(minus)}, "
             text += f"seed by seed: {number_text(mean, 5)}, {shown}"
             pairs.append({"runs": ours, "minus": minus, "mean": mean, "error": error, "text": text})
-    texts = {", ".join(of): of for of in left_out.values()}
-    pairs += [{"runs": of, "mean": None, "error": None, "text": f"{text}: {LEFT_OUT}"} for text, of in texts.items()]
+    if left_out:
+        text = f"{', '.join(left_out)}: left out, failed or without a held-out loss"
+        pairs.append({"runs": left_out, "mean": None, "error": None, "text": text})
     return found + pairs
+
+
+def _last_loss(run: RunRecord) -> float:
+    return run.evals.column("eval_loss")[1][-1]
+
+
+def _read_the_same(*runs: RunRecord) -> bool:
+    """Whether two runs have evaluated the same tokens, by their settings and, if both have, their documents."""
+    documents = [each.document_losses[0].get("eval_loss", {}) for each in runs]
+    before, after = ({where: tokens for where, (_, tokens) in each.items()} for each in documents)
+    return len({*map(_tokens_of, runs)}) == 1 and (before == after or not before or not after)
 
 
 def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:

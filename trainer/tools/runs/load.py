@@ -144,8 +144,10 @@ class RunRecord:
     @cached_property
     def document_losses(self) -> tuple[dict[str, Losses], str]:
         """Those of the last evaluation, by the key of their mean; and in words why there are none."""
+        if not self.evals.steps:
+            return {}, ""
         found: dict[str, Losses] = {}
-        step = max(self.evals.steps, default=0)
+        step = self.evals.steps[-1]
         directory = self.path if self.path.is_dir() else self.path.parent  # of a metrics.jsonl
         path = directory / "evaluations" / f"step_{step:08d}.jsonl"
         try:
@@ -155,21 +157,18 @@ class RunRecord:
                     raise ValueError(f"{nats} nats of {each['tokens']} tokens")
                 found.setdefault(str(each["key"]), {})[where] = nats, each["tokens"]
         except (FileNotFoundError, NotADirectoryError):
-            return {}, "no losses of documents are recorded" if step else ""
+            return {}, "no losses of documents are recorded"
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             return {}, f"evaluations/{path.name} is damaged: {error_text(error)}"
         # With further parts of the objective, a logged loss is not the mean of these.
         parts = [self.setting(f"objective.{part}") for part in ("z_loss", "coord", "losses")]
-        further = {key for key in self.evals.keys if key.startswith("eval_objective/")}
-        parts.append(further - {"eval_objective/token_ce", "eval_objective/own"})
+        logged_parts = {key for key in self.evals.keys if key.startswith("eval_objective/")}
+        parts.append(logged_parts - {"eval_objective/token_ce", "eval_objective/own"})
+        is_mean = not any(parts) and self.setting("objective.token_ce", 1) == 1
         for key, losses in found.items():
             logged = dict(zip(*self.evals.column(key), strict=True)).get(step, math.nan)
             mean = sum(nats for nats, _ in losses.values()) / max(sum(tokens for _, tokens in losses.values()), 1)
-            if (
-                abs(mean - logged) > 1e-4 * abs(logged)
-                and not any(parts)
-                and self.setting("objective.token_ce", 1) == 1
-            ):
+            if is_mean and abs(mean - logged) > 1e-4 * abs(logged):
                 return {}, f"evaluations/{path.name} does not give the logged {key}"
         return found, ""
 

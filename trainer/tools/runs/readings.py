@@ -189,6 +189,8 @@ def in_words(curve: DepthCurve, cell: int) -> str:
     gain, beyond = curve.gain, "beyond a cell"
     if cell:
         beyond = f"beyond {cell:,} tokens"
+    if not math.isfinite(gain.value):
+        return f"over documents, carrying changes the loss by {gain.value} {beyond}"
     carrying, noise = "over documents, carrying", ERRORS_SHOWN * gain.error
     if not math.isfinite(gain.error):
         carrying, noise = "carrying", 0.0

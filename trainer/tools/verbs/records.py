@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import textwrap
 import time
@@ -41,7 +40,7 @@ class RunEntry:
     loss: float | None  # the last logged value, as the one below
     eval_loss: float | None
     age_sec: float  # since the run last logged, or wrote its state without a log
-    verdict: str | None  # of `train diagnose`, in a few words
+    verdict: str | None  # of `train diagnose`, in a few words; or what the record of a run without rows lacks
     reason: str | None  # why the run ended, if status.json says it
 
 
@@ -82,17 +81,14 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     from trainer.tools.runs.load import load_run
 
     run = load_run(path, is_one_of_many=True)
-    step, steps, verdict, age = run.status.get("last_step"), run.setting("train.steps"), None, math.inf
+    step, steps, verdict = run.status.get("last_step"), run.setting("train.steps"), next(iter(run.notes), None)
     if not isinstance(steps, int):  # the file may have been edited by hand
         steps = None
     # A run that has logged nothing yet has written its state.
-    for file in (path / "status.json", path / "metrics.jsonl"):
-        if file.is_file() and file.stat().st_size:
-            age = max(now - file.stat().st_mtime, 0.0)
+    files = [file for file in (path / "metrics.jsonl", path / "status.json") if file.is_file() and file.stat().st_size]
+    written = [*files, path][0].stat().st_mtime
     if run.keys:
         verdict = diagnose(run).brief
-    elif run.notes:
-        verdict = "record unreadable"
     return RunEntry(
         run=str(path),
         state=str(run.status.get("state", "unknown")),
@@ -100,7 +96,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
         steps=steps,
         loss=next(reversed(run.column("loss")[1]), None),
         eval_loss=next(reversed(run.column("eval_loss")[1]), None),
-        age_sec=age,
+        age_sec=max(now - written, 0.0),
         verdict=verdict,
         reason=run.status.get("reason") or None,
     )
