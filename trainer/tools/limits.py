@@ -16,7 +16,7 @@ from typing import Final
 ALPHA: Final = 1e-3
 # share of the rules: a run that fewer could judge is not called healthy.
 LEAST_JUDGED: Final = 0.5
-# learning rate: AdamW moves every weight by about this much per step; `check` warns above it, so no rule suggests more.
+# learning rate: `check` warns above it, since AdamW moves every weight by about as much per step.
 LARGEST_LR: Final = 0.1
 # share of the run: a longer warm-up leaves most steps below the configured learning rate.
 LONG_WARMUP: Final = 0.5
@@ -36,7 +36,7 @@ LOST_GAIN: Final = 0.5
 
 # Mixing and full rows
 
-# share of the positions of full rows: with fewer that hold a token, a run computes padding, or its batches are small.
+# share of the positions of full rows that hold a token: with fewer, a run computes padding.
 LOW_FILL: Final = 0.9
 # logged rows: the fill of fewer is that of the first batches.
 FILL_ROWS: Final = 5
@@ -55,9 +55,9 @@ CHURN_EVENTS: Final = 20
 
 # The gradient and its noise
 
-# ratio of the batch to the lower bound of the noise scale: below it, at least eleven times the least number of steps.
+# ratio of the batch to the noise scale's lower bound: below, eleven times the least steps or more.
 SMALL_BATCH: Final = 0.1
-# ratio of the batch to the upper bound of the noise scale: above it, at least five times the least number of tokens.
+# ratio of the batch to its upper bound: above, five times the least number of tokens or more.
 WASTEFUL_BATCH: Final = 4.0
 # steps: a noise scale from fewer says more about the first steps than about the batch.
 NOISE_STEPS: Final = 20
@@ -65,9 +65,9 @@ NOISE_STEPS: Final = 20
 FEW_DOCUMENTS: Final = 7.0
 # standard errors: of gns/consistency.
 CONSISTENCY_ERRORS: Final = 3.0
-# consistency: ranks that read slices of one stream still differ by their rows; those that read the same data do not.
+# consistency: ranks with slices of one stream differ by their rows; those with the same data do not.
 SAME_DATA: Final = 0.02
-# consistency: in loops of one's own, gradients that differ more were clipped or scaled, or are of different kinds of data.
+# consistency: beyond it, other loops clipped or scaled their gradients, or mix kinds of data.
 TOO_DIFFERENT: Final = 2.0
 # share of the squared gradient: what rounding leaves of the noise between equal micro-batches.
 ROUNDING: Final = 1e-6

@@ -10,7 +10,6 @@ from typing import Any
 from trainer.config.data_tables import FilesTable
 from trainer.config.schema import RunConfig
 
-_TYPES = {"object": "table"}
 _Node = dict[str, Any]
 
 
@@ -91,4 +90,4 @@ def _type(node: _Node) -> str:
     if node["type"] == "array":
         kind = _type(node["items"])
         return f"list of {kind}" if "enum" in node["items"] else f"list of {kind}s"
-    return _TYPES.get(node["type"]) or str(node["type"])
+    return str(node["type"]).replace("object", "table")

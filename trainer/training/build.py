@@ -230,12 +230,9 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]
 
 def _largest_shares(weights: Sequence[ScheduledWeight], micro_batches: MicroBatches) -> list[float]:
     """The largest share that each source has at any point of a schedule."""
-    found = {0}
-    for weight in weights:
-        points = list(weight.points)
-        if weight.unit == "step":
-            points = [micro_batches.batches_before(max(step, 1)) for step in points]
-        found.update(points)
+    points = [(each.unit, x) for each in weights for x in each.points]
+    found = {x for unit, x in points if unit == "batch"}
+    found |= {micro_batches.batches_before(max(x, 1)) for unit, x in points if unit == "step"}
     batches = np.array(sorted(found))
     at = np.array([each.evaluate_many(positions(each.unit, batches, micro_batches)) for each in weights])
     sums = at.sum(axis=0)

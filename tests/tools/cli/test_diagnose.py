@@ -28,9 +28,7 @@ def write(directory: Path, false_evictions: float) -> Path:
     return write_record(directory, {"loss": losses, "ledger/false_evictions/stale": [false_evictions] * 40})
 
 
-def test_a_run_that_most_rules_could_not_judge_exits_with_0_and_is_not_called_healthy(
-    tmp_path: Path, diagnosed: Diagnosed
-) -> None:
+def test_a_run_that_most_rules_could_not_judge_is_not_called_healthy(tmp_path: Path, diagnosed: Diagnosed) -> None:
     done = diagnosed(write(tmp_path, 0.0))
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -96,9 +94,7 @@ def test_json_that_is_asked_for_is_printed_also_where_there_is_no_run(
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
 
 
-def test_what_has_no_rows_exits_with_2_and_one_message_and_a_failed_run_with_3_and_the_reason(
-    tmp_path: Path, diagnosed: Diagnosed
-) -> None:
+def test_what_has_no_rows_exits_with_2_and_a_failed_run_with_3(tmp_path: Path, diagnosed: Diagnosed) -> None:
     for content in ("not a payload\n", EVALUATION, ""):
         (tmp_path / "metrics.jsonl").write_text(content, encoding="utf-8")
         done = diagnosed(tmp_path)

@@ -29,6 +29,8 @@ def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
     healthy = entry_of(make_run(tmp_path / "a", "done", [5.0, 4.0, 3.5]), now=NOW)
     assert (healthy.state, healthy.step, healthy.steps, healthy.loss, healthy.age_sec) == ("done", 3, 100, 3.5, 90.0)
     assert healthy.verdict == "nothing wrong in what was measured", "a loss alone is not health"
+    (tmp_path / "a" / "config.resolved.toml").write_text("[train]\nsteps = 2\ntokens = 99\n")  # steps of full batches
+    assert entry_of(tmp_path / "a", now=NOW).steps is None
     broken = [3.0 - step / 100 for step in range(60)] + [float("nan")]
     diverged = entry_of(make_run(tmp_path / "b", "failed", broken), now=NOW)
     assert diverged.verdict not in (None, "healthy")

@@ -134,9 +134,8 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path):
         saved = {}
         for kind in ("svg", "csv"):
             with page.expect_download() as download:
-                page.locator("article", has=page.locator("h3", has_text="Gradient")).locator(
-                    f"[data-save={kind}]"
-                ).click()
+                card = page.locator("article", has=page.locator("h3", has_text="Gradient"))
+                card.locator(f"[data-save={kind}]").click()
             saved[kind] = Path(download.value.path()).read_text()
         assert all(f"{run}: grad_norm" in saved["svg"] for run in runs), saved["svg"][:100]
         head, *lines = csv.reader(saved["csv"].splitlines())

@@ -60,8 +60,6 @@ def pool_rows(count: int = 60, **changes: Any) -> dict[str, Any]:
         f"{POOL}remaining_min": left,
         f"{POOL}remaining_max": [min(value + 2, 50) for value in left],
         f"{POOL}remaining_fraction_min": [value / 50 for value in left],
-        f"{POOL}remaining_fraction_max": [min(value + 2, 50) / 50 for value in left],
-        f"{POOL}steps_since_pick_max": [12.0] * count,
         f"{POOL}pick_surprise_max": [3.0] * count,
         f"{POOL}picks": [2.0] * count,
         f"{POOL}modalities/a": [2.0] * count,
@@ -211,6 +209,8 @@ PLATEAU, AFTER_IT = [*noisy(6.0, 20, 0.001), *noisy(2.0, 40, 0.001)], noisy(2.0,
 LOST = {"ledger/cold_starts": [0.0, 3.0]}
 SKIPPED = {"ledger/refused_rows": [3.0, 0.0], "non_finite_steps": [1.0, 0.0]}
 REJECTED = {"loss": [2.0] * 100, "non_finite_steps": [1.0] * 5 + [0.0] * 95}
+UNKNOWN = {"gns/b_big": [1.0] * 40, "gns/b_now": {30: 500.0}, "gns/b_now_low": {30: 400.0}}
+MORE_PICKS = pool_rows(**{f"{POOL}pick_surprise_max": [11.9] * 60, f"{POOL}picks": [4.0] * 60})
 LOW = {"gns/b_now_low": [16.0] * 40, "gns/b_now_steps": [30.0] * 40}
 
 VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
@@ -237,15 +237,11 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "model_contract: broken resets": contract_run("resets"),
     },
     "healthy": {
-        "stuck_reader: more picks": make_run(
-            pool_rows(**{f"{POOL}pick_surprise_max": [11.9] * 60, f"{POOL}picks": [4.0] * 60})
-        ),
+        "stuck_reader: more picks": make_run(MORE_PICKS),
         "repeated_data: one micro-batch each": of_ranks(same_data(None, micro_batches=1), 2),
         "loss_spikes: a rise far below the improvement": losses(*PLATEAU, 2.5, *AFTER_IT),
         "repeated_data: slices of one stream": of_ranks(same_data(0.3), 2),
-        "repeated_data: full rows within the error": replace(
-            of_ranks(same_data(1.5, error=0.2), 2), config=full_rows()
-        ),
+        "repeated_data: full rows in the error": replace(of_ranks(same_data(1.5, error=0.2), 2), config=full_rows()),
         "repeated_data: noise between ranks that is not known": of_ranks(same_data(0.0, error=0.05), 2),
         "repeated_data: one rank": of_ranks(same_data(None), 1),
         "batch_size: a wide interval": make_run({**BATCH, "gns/b_now_high": [38.0] * 40}),
@@ -262,9 +258,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "batch_size: few documents": make_run({**BATCH, "data/documents": [60.0] * 40}),
         "batch_size: a noise scale of few steps": make_run({**BATCH, "gns/b_now_steps": [12.0] * 40}),
         "batch_size: near a lower bound": make_run({**LOW, "gns/b_big": [2.0] * 40}),
-        "batch_size: unknown in the last row": make_run(
-            {"gns/b_big": [1.0] * 40, "gns/b_now": {30: 500.0}, "gns/b_now_low": {30: 400.0}}
-        ),
+        "batch_size: unknown in the last row": make_run(UNKNOWN),
         "uneven_slices: uneven slices of several pools": wide(0.01),
         "model_contract: no record of a check": make_run({"loss": [1.0]}, config={"model": {"target": "mine:build"}}),
     },
@@ -284,7 +278,9 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
 
 EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
 ONE_SEQUENCE, MANY_ROWS = ({**mixed(batch_size=rows), "train": {"micro_batches": 1}} for rows in (1, 512))
+LARGE = {**BATCH, "gns/b_big": [6000.0] * 40}
 OWN_MODEL = full_rows({"target": "mine:build"})
+PADDED_BY_MODEL = replace(FAULTY["low_fill"], config=OWN_MODEL, environment={"align": "document"})
 PADDED = full_rows({"target": "mine:build"}, align="document")
 UNPADDED = "stream, with a model that takes resets; or a shorter data.seq_len"
 
@@ -314,22 +310,14 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
     ("low_fill", replace(FAULTY["low_fill"], config=PADDED), ("data.align", "document", UNPADDED)),
     ("low_fill", replace(FAULTY["low_fill"], config=OWN_MODEL), ("data.mixing.batch_size", 8, 4)),
-    (
-        "low_fill",
-        replace(FAULTY["low_fill"], config=OWN_MODEL, environment={"align": "document"}),
-        ("data.align", "auto", UNPADDED),
-    ),
+    ("low_fill", PADDED_BY_MODEL, ("data.align", "auto", UNPADDED)),
     ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
     ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),
     ("restarts", restarted(every=1), None),
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
-    (
-        "batch_size",
-        make_run({**BATCH, "gns/b_big": [6000.0] * 40}, config=MANY_ROWS),
-        ("data.mixing.batch_size", 512, 51),
-    ),
+    ("batch_size", make_run(LARGE, config=MANY_ROWS), ("data.mixing.batch_size", 512, 51)),
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9, "blend/longest_share": [0.0] * 9}), None),
     ("model_contract", contract_run("gradient"), None),

@@ -60,9 +60,8 @@ def shown(chart):
 
 def test_colors_stand_for_lines_of_one_run_or_for_several_runs():
     names = ["blocks.2", "blocks.10", "embedding"]
-    run = record_of(
-        {f"layer/{name}/grad_norm": [1.0, 2.0] for name in names}, {1: {"eval_loss": 2.0}, 2: {"eval_loss": 1.0}}
-    )
+    norms = {f"layer/{name}/grad_norm": [1.0, 2.0] for name in names}
+    run = record_of(norms, {1: {"eval_loss": 2.0}, 2: {"eval_loss": 1.0}})
     loss, layers = make_charts([run])
     assert loss.title == "Loss (evaluation)"
     assert shown(layers) == [(f"{name}/grad_norm", f"c{place}") for place, name in enumerate(names)]
@@ -197,9 +196,8 @@ def test_the_loss_against_depth_of_each_set_is_drawn_with_the_errors_that_are_kn
     assert carried["error_y"]["array"] == [0.04] * len(LOSSES)
     assert gain["text"][-1] == "gain of carrying, 64 tokens on: 0.2000 +- 0.0400 (95 %)"
     both = make_charts([replace(run, label="a"), record_of({"loss": [1.0]}, label="b"), replace(run, label="c")])[0]
-    assert [(line["meta"], line["line"]["color"]) for line in both.figure["data"]] == [(["a"], "c0")] * 3 + [
-        (["c"], "c2")
-    ] * 3
+    expected = [(["a"], "c0")] * 3 + [(["c"], "c2")] * 3
+    assert [(line["meta"], line["line"]["color"]) for line in both.figure["data"]] == expected
     assert [note[:3] for note in both.notes] == ["a: ", "c: "]
     title = "Is context worth its cost?"
     assert re.search(f"{re.escape(title)}.*over documents, carrying", render_page([diagnose(run)]), re.S)

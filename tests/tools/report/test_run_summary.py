@@ -89,9 +89,8 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     assert "train eval reads all" in summaries([before, alone])[-1][1].note
     other = summaries([before, replace(after, config={"data": {"tokenizer": "ids"}})])[-1][1]
     assert (other.value, other.note) == (None, "of other tokens: compare bits per byte")
-    for each, word in zip(
-        others, ("4 documents in common: too few", "not give the logged eval_loss", "is damaged"), strict=True
-    ):
+    words = ("4 documents in common: too few", "not give the logged eval_loss", "is damaged")
+    for each, word in zip(others, words, strict=True):
         assert word in each.note
 
 
@@ -119,9 +118,8 @@ def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):
 
 def test_seeds_are_compared_over_the_same_documents_alone(tmp_path):
     def run(number, sizes, tokenizer="bytes"):
-        found = evaluated(
-            tmp_path / f"{number} {sizes[-1]} {tokenizer}", [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], sizes
-        )
+        directory = tmp_path / f"{number} {sizes[-1]} {tokenizer}"
+        found = evaluated(directory, [21.0, 17.5, 39.0, 61.0, 13.0, 8.0, 20.0], sizes)
         config = {"run": {"seed": number % 2}, "optimizer": {"lr": number // 2}, "data": {"tokenizer": tokenizer}}
         return replace(found, config=config)
 

@@ -16,10 +16,8 @@ from trainer.tools.diagnostics.rule import (
     healthy,
     not_measured,
     not_yet,
-    ranks,
     rule,
     series,
-    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import number_text
@@ -39,7 +37,6 @@ LONGEST_SHARE = "blend/longest_share"  # of the tokens so far, the longest docum
 ENDED_SOURCES = "blend/ended_sources"  # sources without data left
 
 FULL_ROWS = not_measured("with full rows a document stays on its row, whatever its file has left")
-SEVERAL_POOLS = not_measured("with several sources these keys do not say which source they are of")
 
 
 @rule("error", needs=(SURPRISE, PICKS))
@@ -69,7 +66,7 @@ def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:
-    found, own = [], [table.get("mixing") or {} for table in sources(run)]
+    found, own = [], [table.get("mixing") or {} for table in run.setting("data.source", [])]
     for table in (run.setting("data.mixing", {}), *own):
         by_modality = dict(table.get("batch_size_by_modality") or {})
         found += [table.get("batch_size"), *by_modality.values()]
@@ -82,7 +79,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
     if has_full_rows(run):
         return FULL_ROWS
     if any(series(run, SHARE_ERROR).values):  # one source has exactly its share
-        return SEVERAL_POOLS
+        return not_measured("with several sources these keys do not say which source they are of")
     keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
     least, most, fraction = aligned(*(series(run, key) for key in keys))
     if len(least) < limits.UNEVEN_ROWS:
@@ -151,7 +148,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
         return healthy("no stream ended")
     per_slice = math.fsum(picks.values[1:]) / events
     words = f"a stream gives a rank {number_text(per_slice)} batches before it ends"
-    if per_slice > limits.CHURN_PICKS or events < limits.CHURN_EVENTS * ranks(run):
+    if per_slice > limits.CHURN_PICKS or events < limits.CHURN_EVENTS * (run.world_size or 1):
         return healthy(words)
     size = run.setting("data.mixing.batch_size")
     knob = Knob("data.source", None, "longer streams: merge files")
@@ -163,7 +160,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 @rule("warning", needs=[ROWS_FILL])
 def low_fill(run: RunRecord) -> Outcome:
     """Rows in which many positions hold no token."""
-    fill, tables = series(run, ROWS_FILL), sources(run)
+    fill, tables = series(run, ROWS_FILL), run.setting("data.source", [])
     if tables and all(table.get("target") for table in tables):
         return not_measured("data sets of your own make the rows")
     if len(fill) < limits.FILL_ROWS:
@@ -210,7 +207,7 @@ def shares(run: RunRecord) -> Outcome:
         first = ended.steps[ended.positive[0]]
         words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
         knob = Knob.of(run, "data.mixing.repeat", "true, or more data")
-        if any((table.get("mixing") or {}).get("repeat") is False for table in sources(run)):
+        if any((table.get("mixing") or {}).get("repeat") is False for table in run.setting("data.source", [])):
             knob = Knob("data.source.mixing.repeat", False, "true, or more data")
         elif knob.current:
             knob = Knob("data.source", None, "more data")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -57,9 +57,7 @@ class Series:
         return self.at(indices[:: -(-len(indices) // MAX_EVIDENCE) or 1])
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON: NaN and infinities become words."""
-        values = [each if math.isfinite(each) else str(each) for each in self.values]
-        return {"key": self.key, "steps": self.steps.tolist(), "values": values}
+        return {"key": self.key, "steps": self.steps.tolist(), "values": self.values.tolist()}
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,7 @@ class Knob:
         return cls(key, run.setting(key), suggested)
 
     def __str__(self) -> str:
-        text = f"{self.key} = {self.suggested}"
-        if self.current is not None:
-            text += f" (now {self.current})"
-        return text
+        return f"{self.key} = {self.suggested}" + f" (now {self.current})" * (self.current is not None)
 
 
 def lower_lr(run: RunRecord) -> Knob:
@@ -188,17 +183,6 @@ def batches_through(run: RunRecord, step: int) -> int:
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
         total, before = total + (min(logged, step) - min(before, step)) * m, logged
     return int(total + max(step - before, 0) * m)
-
-
-def ranks(run: RunRecord) -> int:
-    """Number of ranks; 1 if unknown."""
-    return run.world_size or 1
-
-
-def sources(run: RunRecord) -> list[Mapping[str, Any]]:
-    """The tables `[[data.source]]`."""
-    found: list[Mapping[str, Any]] = run.setting("data.source", [])
-    return found
 
 
 def has_full_rows(run: RunRecord) -> bool:

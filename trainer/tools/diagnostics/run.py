@@ -33,7 +33,6 @@ STAGES = {  # of reading: what makes them faster
     "read": "files on a faster disk, or less work for each batch",
     "own_code": "less work for each batch in its own code",
 }
-STAGE_KEYS = tuple(f"time/{stage}/" for stage in STAGES)
 
 
 def _warm(run: RunRecord, key: str) -> Series:
@@ -63,7 +62,7 @@ def data_bound(run: RunRecord) -> Outcome:
         return healthy(words)
     if lasted < limits.BUSY_SECONDS:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
-    keys = [key for key in run.train.keys if key.startswith(STAGE_KEYS)]
+    keys = [key for stage in STAGES for key in run.train.keys if key.startswith(f"time/{stage}/")]
     stages = [series(run, key).since(waits.steps[0]) for key in keys]
     if math.fsum(stage.total for stage in stages) < limits.EXPLAINED_WAIT * waited:
         # Reading takes less than the waits: it and training take turns, which reading ahead can hide.
@@ -147,12 +146,12 @@ def model_contract(run: RunRecord) -> Outcome:
         evidence = Series("checks of the contract", array("q", steps), array("d", [1.0] * len(steps)))
         return finding(f"{sentence}; fix the model (docs/contracts.md)", evidence)
     # Every model can be judged for causality: where that one was not testable, nothing was.
-    untested = [
-        each["text"] for each in verdicts if each["check"] == "causality" and each["status"] == "not testable here"
-    ]
-    if untested or not verdicts:
-        why = [*untested, *(str(event["not_tried"]) for event in events if event.get("not_tried"))]
-        return not_measured(f"the model was not checked: {[*why, 'unknown reason'][0]}")
+    causality = [each for each in verdicts if each["check"] == "causality"]
+    untested = [each["text"] for each in causality if each["status"] == "not testable here"]
+    if not verdicts:
+        untested = [event["not_tried"] for event in events]
+    if untested:
+        return not_measured(f"the model was not checked: {untested[0]}")
     return healthy("the model keeps the contract, as far as it could be tested")
 
 

@@ -140,11 +140,8 @@ def context_unused(run: RunRecord) -> Outcome:
         # A gain below 0 is left to `loss_rises_with_depth`.
         if depth is None or any(at >= depth and _is_negative(gain) for at, gain in curve.gains):
             continue
-        of = ""
-        if name:
-            of = f" of {name}"
         gains = ", ".join(f"{gain} at {at:,}" for at, gain in curve.gains[-3:])
-        words = f"the model uses no context beyond {depth:,} tokens{of}: carrying gains {gains}"
+        words = f"the model uses no context beyond {depth:,} tokens{f' of {name}' * bool(name)}: carrying gains {gains}"
         knob = _longer_rows(run)
         return finding(words, series(run, _gain_key(name, start)).evidence(), knob=knob)
     return healthy("carrying gains " + ", ".join(deepest))
@@ -183,9 +180,7 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         if risen is None:
             continue
         gains, (best, depth) = dict(curve.gains), risen
-        inside = ""
-        if name:
-            inside = f" in {name}"
+        inside = f" in {name}" * bool(name)
         words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} "
         words += f"tokens on, {gains[depth]} from {depth:,} on"
         if best == depth:

@@ -22,10 +22,8 @@ from trainer.tools.diagnostics.rule import (
     micro_batches,
     not_measured,
     not_yet,
-    ranks,
     rule,
     series,
-    sources,
 )
 from trainer.tools.runs.load import RunRecord
 from trainer.tools.runs.readings import B_BIG, B_NOW, NoiseScale, noise_scale_of, number_text
@@ -56,7 +54,7 @@ def repeated_data(run: RunRecord) -> Outcome:
     if not ratio:
         # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
         per_micro = series(run, B_SMALL).values
-        is_one_each = per_micro and batch.values[-1] < 1.5 * ranks(run) * per_micro[-1]
+        is_one_each = per_micro and batch.values[-1] < 1.5 * (run.world_size or 1) * per_micro[-1]
         if run.world_size == 1 or is_one_each:
             return healthy(f"the micro-batches of a step differ {words}")
         # Sharded ranks never have it: no further step would help.
@@ -72,7 +70,7 @@ def repeated_data(run: RunRecord) -> Outcome:
     if value + within < limits.SAME_DATA:
         words += ": they read the same data, so the batch is smaller than it seems"
         return finding(words, evidence, knob=other_data)
-    is_own = any("target" in table for table in sources(run))
+    is_own = any("target" in table for table in run.setting("data.source", []))
     if abs(value - 1.0) > within and has_full_rows(run) and not is_own:
         words += ": the rows of a step are not independent, and the noise scale is wrong"
         knob = Knob.of(run, "data.mixing.spread", "larger, or more and shorter documents")
@@ -163,20 +161,20 @@ def non_finite(run: RunRecord) -> Outcome:
 @rule("warning", needs=[LOSS])
 def loss_spikes(run: RunRecord) -> Outcome:
     """Spikes of the loss, and losses that end far above where they began."""
-    loss = series(run, LOSS)
-    finite = loss.at(loss.where(math.isfinite))
+    logged = series(run, LOSS)
+    loss = logged.at(logged.where(math.isfinite))
     # Nats; a loss of one's own may have any scale.
     least_rise = 0.0 if run.setting("objective.target") else limits.MIN_RISE
-    diverged = _divergence(run, finite, least_rise)
+    diverged = _divergence(run, loss, least_rise)
     if diverged is not None:
         return diverged
-    if len(finite) <= limits.SPIKE_BEFORE:
-        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(finite)} finite")
+    if len(loss) <= limits.SPIKE_BEFORE:
+        return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)} finite")
     hits = find_spikes(loss.values, least_rise)
     if not hits:
         return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
     peak = max(hits, key=loss.values.__getitem__)
-    before = [*filter(math.isfinite, loss.values[:peak])][-limits.SPIKE_CENTER :]
+    before = loss.values[peak - limits.SPIKE_CENTER : peak]
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
     words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
     return finding(words, loss.evidence(hits), knob=lower_lr(run))
@@ -214,8 +212,8 @@ def _noise(values: Iterable[float]) -> float:
     return 1.4826 * median(bends) / math.sqrt(6)
 
 
-def find_spikes(values: Iterable[float], least_rise: float = limits.MIN_RISE) -> list[int]:
-    """Indices of values that rise above the noise of the run; see the condition of the rule.
+def find_spikes(values: Sequence[float], least_rise: float) -> list[int]:
+    """Indices of finite values that rise above the noise of the run; see the condition of the rule.
 
     The first batches of a source, or of a hard document, are as bad as those of the untrained
     model: until `SPIKE_HISTORY` values may have shown such, only one above the first counts.
@@ -223,18 +221,14 @@ def find_spikes(values: Iterable[float], least_rise: float = limits.MIN_RISE) ->
     before: deque[float] = deque(maxlen=limits.SPIKE_WINDOW)
     distances: deque[float] = deque(maxlen=limits.SPIKE_FAR_WINDOW)
     found: list[int] = []
-    first, in_a_row = math.nan, 0
+    in_a_row = 0
     for index, value in enumerate(values):
-        if not math.isfinite(value):
-            continue
-        if math.isnan(first):
-            first = value
         center = median([*before][-limits.SPIKE_CENTER :] or [value])
         distance = value - center
-        given_back = limits.SPIKE_GIVEN_BACK * (first - center)
+        given_back = limits.SPIKE_GIVEN_BACK * (values[0] - center)
         is_spike = (
             len(before) >= limits.SPIKE_BEFORE
-            and (index >= limits.SPIKE_HISTORY or value > first)
+            and (index >= limits.SPIKE_HISTORY or value > values[0])
             and distance > max(least_rise, limits.SPIKE_RANGES * max(distances), given_back)
             and distance > limits.SPIKE_SIGMAS * _noise(before)
         )

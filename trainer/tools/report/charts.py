@@ -105,21 +105,22 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
     data: list[Json] = []
     bad: set[int] = set()
-    is_reduced, folder, shown = False, commonpath(keys), set[str]()
+    is_reduced, folder, shown, are_many = False, commonpath(keys), set[str](), len(runs) > 1
     for place, key in enumerate(keys):
         for number, run in enumerate(runs):
-            # The legend is of the first run with the key; others have its dashes, in their colors.
-            line: Json = {"name": key.removeprefix(f"{folder}/"), "legendgroup": key, "showlegend": key not in shown}
-            line["meta"], color, dash = [""], place, DASHES[place // NUM_COLORS % len(DASHES)]
-            if len(runs) > 1:
-                line["meta"], color, dash = [run.name], number, DASHES[place % len(DASHES)]
             curve = make_curve(*run.column(key))
-            line["meta"].append("of several steps" * curve.is_reduced)
+            bad.update(curve.bad_steps)
+            is_reduced = is_reduced or curve.is_reduced
+            color, dash = place, DASHES[place // NUM_COLORS % len(DASHES)]
+            if are_many:
+                color, dash = number, DASHES[place % len(DASHES)]
+            line: Json = {"name": key.removeprefix(f"{folder}/"), "legendgroup": key}
+            line["meta"] = [run.name * are_many, "of several steps" * curve.is_reduced]
+            # The legend is of the first run with the key; others have its dashes, in their colors.
+            line["showlegend"] = key not in shown
             if len(curve.steps):
                 shown.add(key)
                 data += [{**line, **trace} for trace in _traces(curve, f"c{color % NUM_COLORS}", dash)]
-            bad.update(curve.bad_steps)
-            is_reduced = is_reduced or curve.is_reduced
     notes = [BUCKETS] * is_reduced
     if bad:
         notes.insert(0, f"not finite at step {few([f'{step:,}' for step in sorted(bad)])}")

@@ -234,7 +234,8 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         found.append({"runs": names, "mean": mean, "error": error, "text": text})
         if before is not group and len(common) > 1:
             ours, minus = ([each[seed].name for seed in common] for each in (group, before))
-            mean, error, shown = _mean_of_seeds([_last_loss(group[seed]) - _last_loss(before[seed]) for seed in common])
+            gains = [_last_loss(group[seed]) - _last_loss(before[seed]) for seed in common]
+            mean, error, shown = _mean_of_seeds(gains)
             text = f"{', '.join(ours)} minus {', '.join(minus)}, "
             text += f"seed by seed: {number_text(mean, 5)}, {shown}"
             pairs.append({"runs": ours, "minus": minus, "mean": mean, "error": error, "text": text})
@@ -249,7 +250,7 @@ def _last_loss(run: RunRecord) -> float:
 
 
 def _read_the_same(*runs: RunRecord) -> bool:
-    """Whether two runs have evaluated the same tokens, by their settings and, if both have, their documents."""
+    """Whether two runs have evaluated the same tokens, as far as their files say."""
     documents = [each.document_losses[0].get("eval_loss", {}) for each in runs]
     before, after = ({where: tokens for where, (_, tokens) in each.items()} for each in documents)
     return len({*map(_tokens_of, runs)}) == 1 and (before == after or not before or not after)

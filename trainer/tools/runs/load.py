@@ -22,7 +22,6 @@ from trainer.files import is_count, parse_json, read_bytes, read_json, read_line
 from trainer.metrics.payload_contract import (
     RESTART,
     SCHEMA_VERSION,
-    Payload,
     PayloadError,
     Restart,
     parse_payload,
@@ -173,15 +172,17 @@ class RunRecord:
         return found, ""
 
 
-def _read_rows(run: RunRecord, path: Path) -> tuple[int, str]:
-    """Add the rows and restarts of a file. Returns the number of lines that could not be used, and
-    what is wrong with the first."""
+def _read_rows(run: RunRecord, path: Path) -> str:
+    """Add the rows and restarts of a file, and note how many lines could not be used. Returns what
+    is wrong with the first."""
     num_skipped, first_error, last_step = 0, "", 0
     for number, line in enumerate(read_lines(path), start=1):
         if line.isspace():
             continue
         try:
-            found = _parse(line)
+            found = parse_payload(strip_launcher_prefix(line.decode("utf-8", "replace").strip()))
+            if not is_count(found.global_step):  # columns hold steps in 64 bits
+                raise PayloadError("global_step", "must be below 2^63")
         except PayloadError as error:
             if line[:1] == b"{" and line[-1:] != b"\n":  # the run was killed or is still writing
                 continue
@@ -196,14 +197,10 @@ def _read_rows(run: RunRecord, path: Path) -> tuple[int, str]:
         last_step = found.global_step
         table = {"train": run.train, "eval": run.evals}[found.mode]
         table.add(found.global_step, found.values())
-    return num_skipped, first_error
-
-
-def _parse(line: bytes) -> Payload:
-    found = parse_payload(strip_launcher_prefix(line.decode("utf-8", "replace").strip()))
-    if not is_count(found.global_step):  # columns hold steps in 64 bits
-        raise PayloadError("global_step", "must be below 2^63")
-    return found
+    if num_skipped:
+        skipped = counted(num_skipped, "damaged line")
+        run.notes.append(f"skipped {skipped}, the first at {first_error}")
+    return first_error
 
 
 def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
@@ -217,9 +214,9 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     is_directory = os.path.isdir(path)  # also where it may not be entered
     if is_directory:
         metrics = path / METRICS_NAME
-    run, num_skipped, first_error, problem, fix = RunRecord(path), 0, "", "", ""
+    run, first_error, problem, fix = RunRecord(path), "", "", ""
     try:
-        num_skipped, first_error = _read_rows(run, metrics)
+        first_error = _read_rows(run, metrics)
     except OSError as error:
         # Only a run that has logged nothing yet may do without; what a link leads to may be gone.
         if os.path.lexists(metrics) or not os.path.isfile(path / STATUS_NAME):
@@ -230,10 +227,7 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     if problem and not (is_one_of_many and is_directory):
         raise UserError(str(metrics), problem, fix)
     if problem:
-        run.notes.append(f"{METRICS_NAME} {problem}")
-    if num_skipped:
-        skipped = counted(num_skipped, "damaged line")
-        run.notes.append(f"skipped {skipped}, the first at {first_error}")
+        run.notes.insert(0, f"{METRICS_NAME} {problem}")
     if metrics.name == METRICS_NAME:  # another file is a captured stdout, beside which anything may lie
         _read_others(run, metrics.parent)
     reached = run.status.get("last_step")
@@ -254,13 +248,6 @@ def _changes(changed: Any) -> str:
         return str(changed)
 
 
-def _restart_of(event: Mapping[str, Any]) -> Restart | None:
-    step: Any = event.get("global_step")
-    if event.get("event") != RESTART or not is_count(step):
-        return None
-    return Restart(step, event)
-
-
 def _read_others(run: RunRecord, directory: Path) -> None:
     """Read the files beside metrics.jsonl; what cannot be read becomes a note."""
 
@@ -278,7 +265,8 @@ def _read_others(run: RunRecord, directory: Path) -> None:
     run.events = [line for line in lines if isinstance(line, Mapping)]
     if len(run.events) < len(lines):
         run.notes.append(f"skipped {counted(len(lines) - len(run.events), 'line')} of events.jsonl")
-    run.restarts = list(filter(None, map(_restart_of, run.events))) or run.restarts
+    resumes = [each for each in run.events if each.get("event") == RESTART and is_count(each.get("global_step"))]
+    run.restarts = [Restart(each["global_step"], each) for each in resumes] or run.restarts
     run.status = judged(usable(read(STATUS_NAME, read_json)), directory)
     run.environment = usable(read("env.json", read_json))
     run.config = read("config.resolved.toml", read_toml)

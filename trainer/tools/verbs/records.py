@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,12 +17,13 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo, refuse
 from trainer.errors import UserError
+from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
+from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
+from trainer.tools.runs.load import load_run
+from trainer.tools.runs.readings import number_text
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, put_text, refuse_existing
 from trainer.wording import few
-
-if TYPE_CHECKING:
-    from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 
 SHOWN_REASON = 80
 EXIT_FINDINGS = 3
@@ -36,11 +37,11 @@ class RunEntry:
     # As in status.json; `died` if nobody holds the lock of a running one.
     state: str
     step: int | None  # the last one, which may be later than the last logged one
-    steps: int | None  # the configured number
+    steps: int | None  # the configured number, unless train.tokens decides
     loss: float | None  # the last logged value, as the one below
     eval_loss: float | None
     age_sec: float  # since the run last logged, or wrote its state without a log
-    verdict: str | None  # of `train diagnose`, in a few words; or what the record of a run without rows lacks
+    verdict: str | None  # of `train diagnose`, in a few words; of a run without rows, the first note
     reason: str | None  # why the run ended, if status.json says it
 
 
@@ -57,7 +58,16 @@ def ls(
     if as_json:
         print_json([asdict(entry) for entry in entries])
     else:
-        print_table(_columns(entries), right=("step", "loss", "eval", "age"))
+        columns = {
+            "run": [escape(entry.run) for entry in entries],
+            "state": [coloured(entry.state, otherwise="dim") for entry in entries],
+            "step": [_steps(entry) for entry in entries],
+            "loss": [_loss(entry.loss) for entry in entries],
+            "eval": [_loss(entry.eval_loss) for entry in entries],
+            "age": [_age(entry.age_sec) for entry in entries],
+            "verdict": [_verdict_cell(entry) for entry in entries],
+        }
+        print_table(columns, right=("step", "loss", "eval", "age"))
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -77,18 +87,15 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
 
 def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
-    from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.runs.load import load_run
-
     run = load_run(path, is_one_of_many=True)
     step, steps, verdict = run.status.get("last_step"), run.setting("train.steps"), next(iter(run.notes), None)
-    if not isinstance(steps, int):  # the file may have been edited by hand
+    if not isinstance(steps, int) or run.setting("train.tokens"):  # edited by hand, or of full batches alone
         steps = None
     # A run that has logged nothing yet has written its state.
-    files = [file for file in (path / "metrics.jsonl", path / "status.json") if file.is_file() and file.stat().st_size]
-    written = [*files, path][0].stat().st_mtime
+    files = [file for file in (path / "metrics.jsonl", path / "status.json") if file.is_file()]
+    written = [*(file for file in files if file.stat().st_size), path][0].stat().st_mtime
     if run.keys:
-        verdict = diagnose(run).brief
+        verdict = apply_rules(run).brief
     return RunEntry(
         run=str(path),
         state=str(run.status.get("state", "unknown")),
@@ -100,18 +107,6 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
         verdict=verdict,
         reason=run.status.get("reason") or None,
     )
-
-
-def _columns(entries: Sequence[RunEntry]) -> dict[str, list[str]]:
-    return {
-        "run": [escape(entry.run) for entry in entries],
-        "state": [coloured(entry.state, otherwise="dim") for entry in entries],
-        "step": [_steps(entry) for entry in entries],
-        "loss": [_loss(entry.loss) for entry in entries],
-        "eval": [_loss(entry.eval_loss) for entry in entries],
-        "age": [_age(entry.age_sec) for entry in entries],
-        "verdict": [_verdict_cell(entry) for entry in entries],
-    }
 
 
 def _loss(value: float | None) -> str:
@@ -148,9 +143,6 @@ def _steps(entry: RunEntry) -> str:
 def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 2: nothing
     to judge yet, 3: findings."""
-    from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
-    from trainer.tools.runs.load import load_run
-
     diagnosis = apply_rules(load_run(run_dir))
     if as_json:
         print_json(diagnosis.to_json())
@@ -191,8 +183,6 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
-    from trainer.tools.runs.readings import number_text
-
     head = f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]"
     lines = [f"{head}: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
@@ -210,9 +200,6 @@ def report(
     force: shared.ForceOption = False,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several overlaid."""
-    from trainer.tools.diagnostics.diagnose import diagnose
-    from trainer.tools.runs.load import load_run
-
     try:
         from trainer.tools.report.page import render_page
     except ModuleNotFoundError as error:
@@ -220,21 +207,19 @@ def report(
     refuse_existing(out, force=force)
     # The paths tell several runs apart.
     many = len(runs) > 1
-    diagnoses = [diagnose(replace(load_run(path, is_one_of_many=many), label=path * many)) for path in runs]
+    diagnoses = [apply_rules(replace(load_run(path, is_one_of_many=many), label=path * many)) for path in runs]
     put_text(render_page(diagnoses), out)
 
 
 def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> None:
     """Compare the settings, results and verdicts of runs side by side."""
-    from trainer.tools.diagnostics.diagnose import diagnose
     from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, value_text
-    from trainer.tools.runs.load import load_run
 
     if len(paths) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
     runs = [replace(load_run(path, is_one_of_many=True), label=path) for path in paths]
     differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
-    diagnoses = list(map(diagnose, runs))
+    diagnoses = list(map(apply_rules, runs))
     if as_json:
         found = []
         for each in diagnoses:
