@@ -58,8 +58,8 @@ def stuck_reader(run: RunRecord) -> Outcome:
 
 
 def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
-    """The rows with a wait that is too long for chance; and in words, how probable the longest is."""
-    # The surprise of a wait is a unit exponential: of so many, one exceeds this in 1 of 1 / ALPHA runs.
+    """The rows with a wait too long for chance; and in words, how probable the longest is."""
+    # A wait's surprise is a unit exponential: of so many, one exceeds this in 1 of 1 / ALPHA runs.
     limit = math.log(max(num_waits, 2) / limits.ALPHA)
     chance, alarm = (number_text(math.exp(-nats), 2) for nats in (max(surprise.values), limit))
     return surprise.where(lambda nats: nats > limit), f"has a chance of {chance} (limit {alarm})"

@@ -65,7 +65,7 @@ def data_bound(run: RunRecord) -> Outcome:
     keys = [key for stage in STAGES for key in run.train.keys if key.startswith(f"time/{stage}/")]
     stages = [series(run, key).since(waits.steps[0]) for key in keys]
     if math.fsum(stage.total for stage in stages) < limits.EXPLAINED_WAIT * waited:
-        # Reading takes less than the waits: it and training take turns, which reading ahead can hide.
+        # Reading takes less than the waits: it takes turns with training, which reading ahead hides.
         ahead = run.setting("data.prefetch")
         return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
     slowest = max(stages, key=lambda stage: stage.total)

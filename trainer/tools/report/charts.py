@@ -172,7 +172,7 @@ def _numbers(values: Iterable[float]) -> list[float]:
 
 
 def _depth_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
-    """What carrying is worth: for each set of the last evaluations, that of all runs on one scale."""
+    """What carrying is worth: a chart of each set of the last evaluations, with all runs."""
     every = [last_curves(run)[1] for run in runs]
     for name in dict.fromkeys(name for curves in every for name in curves):
         traces, notes = list[Json](), list[str]()

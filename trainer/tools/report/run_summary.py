@@ -153,7 +153,7 @@ def summaries(runs: Sequence[RunRecord]) -> list[tuple[SummaryRow, ...]]:
 
 
 def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
-    """The held-out losses minus those of the first run that has recorded them, over the same documents."""
+    """The held-out losses minus those of the first run with recorded ones, over the same documents."""
     held = [run.document_losses for run in runs]
     first = next((number for number, (own, _) in enumerate(held) if own), 0)
     label = f"minus that of {runs[first].name}"

@@ -39,7 +39,7 @@ Losses = dict[tuple[str, str, int], tuple[float, int]]
 class RowTable:
     """The rows of one mode (`train` or `eval`), by key.
 
-    Rows of one step are merged, the later value counts: a loop may log several evaluations of a step.
+    Rows of one step are merged, the later value counts: a loop may evaluate a step twice.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class RunRecord:
 
     @cached_property
     def document_losses(self) -> tuple[dict[str, Losses], str]:
-        """Those of the last evaluation, by the key of their mean; and in words why there are none."""
+        """Of the last evaluation, by the key of their mean; and in words why there are none."""
         if not self.evals.steps:
             return {}, ""
         found: dict[str, Losses] = {}
@@ -241,7 +241,7 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
 
 
 def _changes(changed: Any) -> str:
-    """`optimizer.lr: 0.01 -> 0.5`, of each setting; as it stands if somebody has edited the event."""
+    """`optimizer.lr: 0.01 -> 0.5`, of each setting; as it stands if somebody edited the event."""
     try:
         return ", ".join(f"{key}: {pair['before']} -> {pair['after']}" for key, pair in changed.items())
     except (AttributeError, KeyError, TypeError):

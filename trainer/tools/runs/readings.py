@@ -1,4 +1,4 @@
-"""Readings of a run, one for all that speak of it: its noise scale, and its loss by set and depth, with them in words."""
+"""Readings of a run, one for all that speak of it: its noise scale, its loss by set and depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CROSS_ENTROPY: Final = "nats/token"
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """A number with at most `digits` significant digits, more before the decimal point: 12,345, 3.2e-05."""
+    """At most `digits` significant digits, more before the decimal point: 12,345, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:  # so far every digit counts
@@ -161,7 +161,7 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
 
 
 def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
-    """(number of evaluations, the curve of each set in the last one, if all its gains are finite)."""
+    """(number of evaluations, each set's curve in the last one, if all its gains are finite)."""
     columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
     number = max((len(steps) for steps, _ in columns.values()), default=0)
     last = max([*run.evals.steps[-1:], *(steps[-1] for steps, _ in columns.values())], default=0)

@@ -71,7 +71,7 @@ def ls(
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
-    """The directories that are runs: the paths, or those in them. Raises UserError: one is missing."""
+    """The runs among the paths and what is in them. Raises UserError: one is missing."""
     found: dict[Path, None] = {}  # a set in order
     for given in map(Path, paths):
         try:
