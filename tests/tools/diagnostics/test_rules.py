@@ -229,6 +229,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "batch_size: below a lower bound": make_run({**LOW, "gns/b_big": [1.0] * 40}),
         "non_finite: rejected steps": make_run(REJECTED),
         "non_finite: an evaluation": record_of({"loss": [2.0] * 9}, {8: {"eval_loss": math.nan}}, config=CONFIG),
+        "non_finite: of a key of training": record_of({"loss": [2.0], "a/loss": [1.0]}, {8: {"a/loss": math.nan}}),
         "loss_spikes: a rise by half the improvement": losses(*PLATEAU, 4.0, *AFTER_IT),
         "loss_spikes: a spike in a steep fall": falling(40, 32, 2.0),
         "loss_spikes: worse than untrained": falling(30, 22, 6.0),

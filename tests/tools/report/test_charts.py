@@ -44,14 +44,14 @@ def test_a_curve_of_few_points_keeps_every_extreme_and_every_value_that_is_not_f
 @pytest.mark.parametrize("num_runs", [1, 2])
 def test_every_key_of_the_catalog_and_every_unknown_key_is_in_one_chart(num_runs):
     train = {key: [1.0, 2.0, 3.0] for key in [*KEYS, *WITH_WORST, "my_own/key"]}
-    evals = {2: {f"eval_{key}": 1.0 for key in KEYS}}
+    evals = {2: {f"eval_{key}": 1.0 for key in KEYS} | {"my_own/key": math.nan}}
     charts = make_charts([record_of(train, evals, label=f"r{n}") for n in range(num_runs)])
     drawn = [key for chart in charts for key in chart.keys]
     assert len(drawn) == len({*drawn})
     by_depth = {key for key in KEYS if "depth/" in key}
     assert {*train, *(f"eval_{key}" for key in KEYS)} - by_depth <= {*drawn}
-    assert charts[-1].keys == ["my_own/key"]
-    assert charts[-1].group == "Not in the catalog"
+    assert [chart.keys for chart in charts[-2:]] == [["my_own/key"], ["eval_my_own/key"]]
+    assert (charts[-1].group, charts[-1].notes) == ("Not in the catalog", ["not finite at step 2"])
 
 
 def shown(chart):

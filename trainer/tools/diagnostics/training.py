@@ -89,10 +89,10 @@ def batch_size(run: RunRecord) -> Outcome:
     if repeated_data.apply(run).verdict == "finding":
         return explained("the noise scale cannot be trusted: see repeated_data")
     scale = noise_scale_of(run)
-    if scale is not None and scale.is_high:
-        return not_measured(f"the noise scale is {scale.number}: it takes more documents")
     if scale is None or not scale.is_known:
         return not_yet("the noise scale is not known yet")
+    if scale.is_high:
+        return not_measured(f"the noise scale is {scale.number}: it takes more documents")
     if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, "
@@ -142,8 +142,8 @@ REJECTED = "non_finite_steps"  # steps since the row before
 def non_finite(run: RunRecord) -> Outcome:
     """Steps whose loss or gradient, and evaluations whose loss, was not finite."""
     rejected = series(run, REJECTED)
-    keys = [LOSS, GRAD_NORM, *(key for key in run.evals.keys if key.endswith("loss"))]
-    found = [series(run, key) for key in keys]
+    evaluated = [Series(key, *run.evals.column(key)) for key in run.evals.keys if key.endswith("loss")]
+    found = [series(run, LOSS), series(run, GRAD_NORM), *evaluated]
     bad = [rejected.evidence(rejected.positive)]
     bad += [each.evidence(each.where(lambda x: not math.isfinite(x))) for each in found]
     shown = [evidence for evidence in bad if evidence.steps]

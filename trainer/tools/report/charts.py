@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os.path import commonpath
 from typing import Any, Final
 
@@ -76,10 +76,10 @@ class Chart:
     figure: Json
     title: str
     notes: Sequence[str]
-    unit: str = ""
-    group: str = OTHER_GROUP
-    about: str = ""  # the meaning, with the good and bad signs
-    height: int = HEIGHT
+    unit: str
+    group: str
+    about: str  # the meaning, with the good and bad signs
+    height: int
 
 
 def _row(key: str) -> str:
@@ -126,20 +126,20 @@ def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
         notes.insert(0, f"not finite at step {few([f'{step:,}' for step in sorted(bad)])}")
     layout: Json = {"shapes": [], "showlegend": len(keys) > 1}
     layout["hovermode"] = "x unified" if len(keys) * len(runs) <= NUM_COLORS else "closest"
-    chart = Chart(keys, {"data": data, "layout": layout}, keys[0], notes)
+    title, unit, group, about = keys[0], "", OTHER_GROUP, ""
     if is_known(keys[0]):
         spec = lookup(keys[0])
+        title, unit, group = spec.title, spec.unit, spec.group
         about = f"{spec.description} Healthy: {spec.healthy} Trouble: {spec.pathological}"
-        unit = spec.unit
         if unit == CROSS_ENTROPY:
             unit = loss_unit(*runs)
-        chart = replace(chart, title=spec.title, unit=unit, group=spec.group, about=about)
         if spec.band is not None:
             low, high = spec.band  # None ends at the axis
             band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high}
             layout["shapes"] = [{**band, "fillcolor": "good/0.11", "line": {"width": 0}}]
-    layout["yaxis"] = {"title": {"text": chart.unit or "no unit"}}
-    return replace(chart, height=HEIGHT + ROW_HEIGHT * (sum(len(key) + 6 for key in keys) // 70))
+    layout["yaxis"] = {"title": {"text": unit or "no unit"}}
+    height = HEIGHT + ROW_HEIGHT * (sum(len(key) + 6 for key in keys) // 70)
+    return Chart(keys, {"data": data, "layout": layout}, title, notes, unit, group, about, height)
 
 
 def _traces(curve: Curve, color: str, dash: str) -> list[Json]:
@@ -187,7 +187,7 @@ def _depth_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
             for trace in _depth_traces(curves[name], colors, shift):
                 traces.append({**trace, "meta": [run.name], "showlegend": len(notes) == 1})
         figure = {"data": traces, "layout": DEPTH_LAYOUT, "isOfDepth": True}
-        yield Chart((), figure, name or "held out", notes, group=DEPTH_GROUP, height=DEPTH_HEIGHT)
+        yield Chart((), figure, name or "held out", notes, "", DEPTH_GROUP, "", DEPTH_HEIGHT)
 
 
 def _depth_traces(curve: DepthCurve, colors: Sequence[str], shift: float) -> Iterator[Json]:

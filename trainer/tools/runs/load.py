@@ -112,18 +112,15 @@ class RunRecord:
 
     @property
     def keys(self) -> list[str]:
-        """All keys of training and evaluation rows."""
-        return list(dict.fromkeys([*self.train.keys, *self.evals.keys]))
+        """The keys of training and evaluation rows; those of both begin with `eval_` for the latter."""
+        taken = self.train.keys
+        return list(dict.fromkeys([*taken, *("eval_" * (key in taken) + key for key in self.evals.keys)]))
 
     def column(self, key: str) -> Column:
-        """(steps, values) of a key, steps ascending and unique; empty if the run has none.
-
-        Values may be NaN or infinite.
-        """
-        found = self.train.column(key)
-        if not found[0]:
-            found = self.evals.column(key)
-        return found
+        """(steps, values) of one of `keys`, as `RowTable.column`; empty if the run has none."""
+        places = ((self.train, key), (self.evals, key), (self.evals, key.removeprefix("eval_")))
+        columns = [table.column(name) for table, name in places]
+        return next((column for column in columns if column[0]), columns[0])
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A value of the resolved config by its dotted key."""
