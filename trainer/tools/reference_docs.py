@@ -60,19 +60,15 @@ def _references(node: _Node) -> Iterator[str]:
 
 def _row(name: str, node: _Node) -> str:
     default = node.get("default")
-    has_value = default is not None and "$ref" not in node
+    value = f" = {json.dumps(default)}" * (default is not None and "$ref" not in node)
     meaning = node["description"].replace("\n", " ")
     if "enum" in node:
         is_clear = all(f"{value}:" in meaning for value in node["enum"])
     else:
         is_clear = node.get("type") in ("string", "integer", "number", "boolean", "object")
-    if has_value and is_clear:  # the value shows the type
-        return f"- `{name} = {json.dumps(default)}`: {meaning}\n"
-    kind, value = _type(node), ""
-    if "default" not in node:
-        kind += ", required"
-    if has_value:
-        value = f" = {json.dumps(default)}"
+    if value and is_clear:  # the value shows the type
+        return f"- `{name}{value}`: {meaning}\n"
+    kind = _type(node) + ", required" * ("default" not in node)
     return f"- `{name}{value}` ({kind}): {meaning}\n"
 
 

@@ -133,9 +133,7 @@ ROW = st.fixed_dictionaries(
 
 
 @given(row=ROW)
-def test_a_line_is_read_exactly_when_the_payload_contract_accepts_it(
-    row: dict[str, Any], tmp_path_factory: Any
-) -> None:
+def test_a_line_is_read_exactly_when_the_contract_accepts_it(row: dict[str, Any], tmp_path_factory: Any) -> None:
     line, expected = json.dumps(row), None
     with contextlib.suppress(PayloadError):
         expected = parse_payload(line)

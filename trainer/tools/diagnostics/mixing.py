@@ -141,7 +141,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
         return FULL_ROWS
     ended, picks = aligned(series(run, EXHAUSTED), series(run, PICKS))
     if len(ended) < 2:
-        return not_yet("needs 2 rows, has 1")
+        return not_yet(f"needs 2 rows, has {len(ended)}")
     # The first row counts what ended before it, in steps that are not known.
     events = math.fsum(ended.values[1:])
     if not events:
