@@ -168,6 +168,11 @@ class Ledger:
         self._index.kept = set(group_ids)
 
     @property
+    def capacity(self) -> int:
+        """The number of groups that it has room for."""
+        return self._slab.capacity
+
+    @property
     def last_extra_metrics(self) -> dict[str, float]:
         """The counters since the last drain, and the gauges: always all. Waits for the device."""
         metrics = {key: float(count) for key, count in self._counts.items()}

@@ -161,13 +161,14 @@ def alignment(plan: Plan, model: nn.Module | None) -> str:
 
 def out_of_memory(run: Run) -> None:
     """Log what this rank's memory holds, by part."""
-    parameters, ledger = list(run.view.model.parameters()), run.view.config.ledger
+    parameters, state = list(run.view.model.parameters()), run.view.state
+    states = sum(ledger.capacity for ledger in state.ledgers.values())
     sizes = {
         "weights": _bytes(parameters),
         "gradients": _bytes([parameter.grad for parameter in parameters]),
-        "optimizer": _bytes(tree_leaves([*run.view.state.optimizer.state.values()])),
-        "averages": _bytes(run.view.state.tensors.values()),
-        "ledger": len(run.view.state.ledgers) * ledger.slots * state_bytes(ledger, width_of(run.view.model)),
+        "optimizer": _bytes(tree_leaves([*state.optimizer.state.values()])),
+        "averages": _bytes(state.tensors.values()),
+        "ledger": states * state_bytes(run.view.config.ledger, width_of(run.view.model)),
     }
     if run.view.device.type == "cuda":
         sizes["all tensors at their peak"] = torch.cuda.max_memory_allocated(run.view.device)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import train_here
-from tests.support.runs import losses, train, write_tiny_config
+from tests.support.runs import FULL_ROWS, losses, train, write_tiny_config
 
 FULL = """
 import itertools, torch
@@ -31,12 +31,13 @@ def test_a_run_out_of_memory_says_what_took_it(tmp_path, device, monkeypatch, ca
     (tmp_path / "full_model.py").write_text(FULL)
     monkeypatch.syspath_prepend(str(tmp_path))
     own = [f"train.device={device.type}", "model.target=full_model:build", "model.dim=128", "model.contract=false"]
-    own += ["train.compile=false", "train.cuda_graph=false"]
+    own += ["train.compile=false", "train.cuda_graph=false", FULL_ROWS, "ledger.capacity=0"]
     train_here(write_tiny_config(tmp_path), tmp_path / "run", *own, "train.precision=fp32", "train.ema=0.9", code=1)
     said = re.search(r"out of memory at step \d+, rank 0: (.*); docs/memory.md", caplog.text)
     assert said is not None, caplog.text
     sizes = {name: float(size.replace(",", "")) for name, size in re.findall(r"([a-z ]+) ([\d,.]+) MB", said[1])}
     assert 0 < sizes["weights"] == sizes[" gradients"] == sizes[" averages"]
+    assert sizes[" ledger"] < 1, "4,096 groups, the capacity without lanes, take 4.2 MB"
     assert sizes[" optimizer"] == pytest.approx(2 * sizes["weights"], rel=0.02)
 
 

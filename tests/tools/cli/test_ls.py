@@ -34,9 +34,8 @@ def test_an_entry_says_state_step_loss_age_and_verdict(tmp_path):
     broken = [3.0 - step / 100 for step in range(60)] + [float("nan")]
     diverged = entry_of(make_run(tmp_path / "b", "failed", broken), now=NOW)
     assert diverged.verdict not in (None, "healthy")
-    empty = make_run(tmp_path / "c", "running", [])
+    empty = write_record(tmp_path / "c", {})
     (empty / "events.jsonl").write_text('{"ev')
-    (empty / "status.json").unlink()
     entry = entry_of(empty, now=time.time())
     assert (entry.verdict, entry.age_sec < 99) == ("skipped 1 line of events.jsonl", True), "no row is no damage"
 

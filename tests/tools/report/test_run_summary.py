@@ -73,9 +73,6 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     for content in ("3", whole.replace("7, ", "-7, "), whole.replace("20.0", "1e200"), '{"key": 1'):
         kept.write_text(content)
         assert load_run(tmp_path / "cut").document_losses[1].startswith("evaluations/step_00000004.jsonl is damaged: ")
-    kept = kept.rename(kept.with_name("step_00000000.jsonl"))
-    assert replace(before, path=cut.path, evals=RowTable()).document_losses == ({}, ""), "no evaluation"
-    kept.rename(kept.with_name("step_00000004.jsonl"))
     _, row, *others = summaries([before, after, few, wrong, cut])[-1]
     d, w = np.subtract(second, first)[:6], np.array(TOKENS)[:6]  # the last one was read further
     effective = w.sum() ** 2 / np.square(w).sum()
@@ -92,6 +89,8 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     words = ("4 documents in common: too few", "not give the logged eval_loss", "is damaged")
     for each, word in zip(others, words, strict=True):
         assert word in each.note
+    kept.rename(kept.with_name("step_00000000.jsonl"))
+    assert replace(before, path=cut.path, evals=RowTable()).document_losses == ({}, ""), "no evaluation"
 
 
 def test_runs_are_averaged_that_differ_in_the_seed_alone(tmp_path):

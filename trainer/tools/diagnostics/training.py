@@ -93,7 +93,7 @@ def batch_size(run: RunRecord) -> Outcome:
         return not_yet("the noise scale is not known yet")
     if scale.is_high:
         return not_measured(f"the noise scale is {scale.number}: it takes more documents")
-    if scale.steps is not None and scale.steps < limits.NOISE_STEPS:
+    if scale.steps < limits.NOISE_STEPS:
         return not_yet(f"needs a noise scale from {limits.NOISE_STEPS} steps, has one from {scale.steps}")
     words = f"{number_text(scale.batch)} sequences per step, "
     words += f"noise scale {scale.number} ({scale.where})"

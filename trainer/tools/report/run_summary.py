@@ -114,8 +114,10 @@ def _held_out(run: RunRecord) -> SummaryRow:
     notes = [f"step {steps[-1]:,}"]
     if steps[-1] in errors:
         notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[steps[-1]])} (95 %)")
-    for best, step in sorted((loss, step) for step, loss in _finite(run, "eval_loss").items())[:1]:
-        notes.append(f"best {number_text(best)} at step {step:,}")
+    finite = _finite(run, "eval_loss")
+    if finite:
+        best = min(finite, key=finite.__getitem__)
+        notes.append(f"best {number_text(finite[best])} at step {best:,}")
     documents = run.document_losses[0].get("eval_loss")
     if documents:
         tokens = sum(tokens for _, tokens in documents.values())

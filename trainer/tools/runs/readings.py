@@ -37,7 +37,7 @@ class NoiseScale:
     low: float
     value: float | None  # None without an upper bound
     high: float | None
-    steps: int | None  # that it was computed from, if the record says so
+    steps: int  # that it was computed from
     documents: float = math.inf  # to draw from
 
     @property
@@ -54,19 +54,14 @@ class NoiseScale:
     def number(self) -> str:
         """Value and bounds in words, if they are known."""
         text = f"at least {number_text(self.low)}"
-        if self.high is not None:
-            text = f"{number_text(self.low)} to {number_text(self.high)}"
-            if self.value is not None:
-                text = f"{number_text(self.value)} ({text})"
-        return f"{text}, too high with {self.documents:,.0f} documents" if self.is_high else text
+        if self.high is not None and self.value is not None:
+            text = f"{number_text(self.value)} ({number_text(self.low)} to {number_text(self.high)})"
+        return text + f", too high with {self.documents:,.0f} documents" * self.is_high
 
     @property
     def where(self) -> str:
         """The rows that it was made of, in words."""
-        where = f"{B_NOW} at step {self.step:,}"
-        if self.steps is not None:
-            where += f", from the last {self.steps:,} steps"
-        return where
+        return f"{B_NOW} at step {self.step:,}, from the last {self.steps:,} steps"
 
 
 def noise_scale_of(run: RunRecord) -> NoiseScale | None:
@@ -76,12 +71,10 @@ def noise_scale_of(run: RunRecord) -> NoiseScale | None:
         return None
     step = max(batches)
     low, high, value, steps = (_column(run, f"{B_NOW}{end}").get(step) for end in ("_low", "_high", "", "_steps"))
-    if low is None:
+    if low is None or steps is None:
         return None
-    if high is None:  # a value without an upper bound says nothing
-        value = None
     documents = _column(run, "data/documents").get(step, math.inf)
-    return NoiseScale(step, batches[step], low, value, high, None if steps is None else int(steps), documents)
+    return NoiseScale(step, batches[step], low, value, high, int(steps), documents)
 
 
 def _column(run: RunRecord, key: str) -> dict[int, float]:
