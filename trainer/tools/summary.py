@@ -53,7 +53,7 @@ def ended(run: Run, state: str, reason: str) -> None:
     elif state == "stopped":
         lines.append("nothing was trained, so the exit code is 1; the same command begins anew")
     if any((run_dir.path / "wandb").glob("offline-run-*")):
-        lines.append(f"wandb: upload with: wandb sync {run_dir.path}/wandb/offline-run-*")
+        lines.append(f"wandb: upload with: wandb sync {shlex.quote(str(run_dir.path))}/wandb/offline-run-*")
     if position.last_eval is not None:  # last of all, since it is the result
         lines += _evaluation_lines(run, *position.last_eval)
     if saved and run.view.config.checkpoint.keep_best:

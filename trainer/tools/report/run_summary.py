@@ -163,8 +163,8 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
         row = []
         for number, (own, problem) in enumerate(held):
             value, error, note = None, None, problem
-            if _tokens_of(runs[number]) != _tokens_of(runs[first]):
-                note = "of other tokens: compare bits per byte"
+            if _targets_of(runs[number]) != _targets_of(runs[first]):
+                note = "of other tokens or targets: compare bits per byte"
             elif key in own and number != first:
                 value, error, note = _difference(losses, own[key])
                 ours, theirs = max(runs[number].evals.steps), max(runs[first].evals.steps)
@@ -176,9 +176,10 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
         yield tuple(row)
 
 
-def _tokens_of(run: RunRecord) -> tuple[Any, ...]:
-    """What a token is."""
-    return tuple(run.setting(f"data.{key}") for key in ("tokenizer", "vocab_size", "parse_special", "eod"))
+def _targets_of(run: RunRecord) -> list[Any]:
+    """What is predicted: tokens, or numbers; and by which loss."""
+    keys = ("tokenizer", "vocab_size", "parse_special", "eod", "columns", "targets")
+    return [run.setting("objective.target"), *(run.setting(f"data.{key}") for key in keys)]
 
 
 def _difference(before: Losses, after: Losses) -> tuple[float | None, float | None, str]:
@@ -232,7 +233,7 @@ def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         before = first.setdefault(step, group)
         common = [seed for seed in group if seed in before]
         if not all(_read_the_same(before[seed], group[seed]) for seed in common):
-            common, text = [], f"{text}; not compared: it has read other documents, parts or tokens"
+            common, text = [], f"{text}; not compared: it has read other documents, parts or targets"
         found.append({"runs": names, "mean": mean, "error": error, "text": text})
         if before is not group and len(common) > 1:
             ours, minus = ([each[seed].name for seed in common] for each in (group, before))
@@ -251,11 +252,11 @@ def _last_loss(run: RunRecord) -> float:
     return run.evals.column("eval_loss")[1][-1]
 
 
-def _read_the_same(*runs: RunRecord) -> bool:
-    """Whether two runs have evaluated the same tokens, as far as their files say."""
-    documents = [each.document_losses[0].get("eval_loss", {}) for each in runs]
+def _read_the_same(run: RunRecord, other: RunRecord) -> bool:
+    """Whether two runs were evaluated on the same targets, as far as their files say."""
+    documents = [each.document_losses[0].get("eval_loss", {}) for each in (run, other)]
     before, after = ({where: tokens for where, (_, tokens) in each.items()} for each in documents)
-    return len({*map(_tokens_of, runs)}) == 1 and (before == after or not before or not after)
+    return _targets_of(run) == _targets_of(other) and (before == after or not before or not after)
 
 
 def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:
