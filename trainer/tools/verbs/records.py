@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,13 +17,12 @@ from typer import Argument, Option
 
 from trainer.cli.terminal import echo, refuse
 from trainer.errors import UserError
-from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
-from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
-from trainer.tools.runs.load import load_run
-from trainer.tools.runs.readings import number_text
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, put_text, refuse_existing
 from trainer.wording import few
+
+if TYPE_CHECKING:
+    from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
 
 SHOWN_REASON = 80
 EXIT_FINDINGS = 3
@@ -85,9 +84,18 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     return list(found)
 
 
+def _diagnosed(path: Path | str, label: str = "", **how: bool) -> Diagnosis:
+    """The diagnosis of a run; `how`: see `load_run`."""
+    from trainer.tools.diagnostics.diagnose import diagnose as apply_rules
+    from trainer.tools.runs.load import load_run
+
+    return apply_rules(replace(load_run(path, **how), label=label))
+
+
 def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
-    run = load_run(path, is_one_of_many=True)
+    diagnosis = _diagnosed(path, is_one_of_many=True)
+    run = diagnosis.run
     step, steps, verdict = run.status.get("last_step"), run.setting("train.steps"), next(iter(run.notes), None)
     if not isinstance(steps, int) or run.setting("train.tokens"):  # edited by hand, or of full batches alone
         steps = None
@@ -95,7 +103,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     files = [file for file in (path / "metrics.jsonl", path / "status.json") if file.is_file()]
     written = [*(file for file in files if file.stat().st_size), path][0].stat().st_mtime
     if run.keys:
-        verdict = apply_rules(run).brief
+        verdict = diagnosis.brief
     return RunEntry(
         run=str(path),
         state=str(run.status.get("state", "unknown")),
@@ -143,7 +151,7 @@ def _steps(entry: RunEntry) -> str:
 def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) -> None:
     """Look for faults in a run's logged metrics. Exit code 0: none in what could be judged, 2: nothing
     to judge yet, 3: findings."""
-    diagnosis = apply_rules(load_run(run_dir))
+    diagnosis = _diagnosed(run_dir)
     if as_json:
         print_json(diagnosis.to_json())
     elif diagnosis.verdict is not None:
@@ -183,6 +191,8 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 
 def _finding_lines(ruling: Ruling) -> list[str]:
+    from trainer.tools.runs.readings import number_text
+
     head = f"{coloured(str(ruling.severity))} [bold]{ruling.rule.name}[/]"
     lines = [f"{head}: {escape(ruling.outcome.sentence)}"]
     for evidence in ruling.outcome.evidence:
@@ -207,8 +217,7 @@ def report(
     refuse_existing(out, force=force)
     # The paths tell several runs apart.
     many = len(runs) > 1
-    diagnoses = [apply_rules(replace(load_run(path, is_one_of_many=many), label=path * many)) for path in runs]
-    put_text(render_page(diagnoses), out)
+    put_text(render_page([_diagnosed(path, path * many, is_one_of_many=many) for path in runs]), out)
 
 
 def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> None:
@@ -217,9 +226,9 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
 
     if len(paths) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
-    runs = [replace(load_run(path, is_one_of_many=True), label=path) for path in paths]
+    diagnoses = [_diagnosed(path, path, is_one_of_many=True) for path in paths]
+    runs = [each.run for each in diagnoses]
     differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
-    diagnoses = list(map(apply_rules, runs))
     if as_json:
         found = []
         for each in diagnoses:
