@@ -10,7 +10,7 @@ from trainer.tools import limits
 from trainer.tools.diagnostics import mixing, run, state, training
 from trainer.tools.diagnostics.rule import Outcome, Rule, Severity, not_measured
 from trainer.tools.runs.load import RunRecord
-from trainer.wording import counted
+from trainer.wording import counted, error_text
 
 DIAGNOSIS_VERSION: Final = 2
 DiagnosisVerdict = Literal["healthy", "no_findings", "findings"]
@@ -159,6 +159,6 @@ def diagnose(run: RunRecord, rules: Iterable[Rule] = RULES) -> Diagnosis:
         try:
             rulings.append(Ruling(rule, rule.apply(run)))
         except Exception as error:  # noqa: BLE001 - files that hold anything are no reason not to judge the rest
-            why = f"{type(error).__name__}: {error}"
-            rulings.append(Ruling(rule, not_measured(f"the run's files do not fit together ({why})")))
+            why = f"the run's files do not fit together ({error_text(error)})"
+            rulings.append(Ruling(rule, not_measured(why)))
     return Diagnosis(run, tuple(rulings))

@@ -68,8 +68,7 @@ def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
 def _batch_sizes(run: RunRecord) -> list[int]:
     found, own = [], [table.get("mixing") or {} for table in run.setting("data.source", [])]
     for table in (run.setting("data.mixing", {}), *own):
-        by_modality = dict(table.get("batch_size_by_modality") or {})
-        found += [table.get("batch_size"), *by_modality.values()]
+        found += [table.get("batch_size"), *(table.get("batch_size_by_modality") or {}).values()]
     return [size for size in found if isinstance(size, int)]
 
 
@@ -166,8 +165,7 @@ def low_fill(run: RunRecord) -> Outcome:
     if len(fill) < limits.FILL_ROWS:
         return not_yet(f"needs {limits.FILL_ROWS} rows, has {len(fill)}")
     mean, least, most = fill.total / len(fill), min(fill.values), max(fill.values)
-    between = f"from {least:.1%} to {most:.1%}"
-    words = f"{mean:.1%} of the positions of full rows held a token ({between})"
+    words = f"{mean:.1%} of the positions held a token (from {least:.1%} to {most:.1%})"
     if mean >= limits.LOW_FILL:
         return healthy(words)
     if not has_full_rows(run):

@@ -156,8 +156,6 @@ def series(run: RunRecord, key: str) -> Series:
 
 def aligned(*columns: Series) -> list[Series]:
     """The columns at the steps that all of them have."""
-    if all(column.steps == columns[0].steps for column in columns):
-        return list(columns)
     common = set(columns[0].steps).intersection(*(column.steps for column in columns))
     return [column.at(i for i, step in enumerate(column.steps) if step in common) for column in columns]
 

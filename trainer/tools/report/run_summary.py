@@ -111,10 +111,9 @@ def _held_out(run: RunRecord) -> SummaryRow:
     (steps, losses), errors = run.column("eval_loss"), _finite(run, "eval_loss_se")
     if not steps:
         return SummaryRow("Held-out loss", None, loss_unit(run))
-    notes = [f"step {steps[-1]:,}"]
+    notes, finite = [f"step {steps[-1]:,}"], _finite(run, "eval_loss")
     if steps[-1] in errors:
         notes.insert(0, f"+- {number_text(ERRORS_SHOWN * errors[steps[-1]])} (95 %)")
-    finite = _finite(run, "eval_loss")
     if finite:
         best = min(finite, key=finite.__getitem__)
         notes.append(f"best {number_text(finite[best])} at step {best:,}")

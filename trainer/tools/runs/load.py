@@ -195,8 +195,7 @@ def _read_rows(run: RunRecord, path: Path) -> str:
         table = {"train": run.train, "eval": run.evals}[found.mode]
         table.add(found.global_step, found.values())
     if num_skipped:
-        skipped = counted(num_skipped, "damaged line")
-        run.notes.append(f"skipped {skipped}, the first at {first_error}")
+        run.notes.append(f"skipped {counted(num_skipped, 'damaged line')}, the first at {first_error}")
     return first_error
 
 

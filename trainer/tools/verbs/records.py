@@ -158,8 +158,7 @@ def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) ->
         _print_diagnosis(diagnosis)
     if diagnosis.verdict is None:
         state, problem = diagnosis.run.status.get("state", "running"), "has no training rows to diagnose"
-        if state != "running":
-            problem += f": the run is {state}"
+        problem += f": the run is {state}" * (state != "running")
         problem = "; ".join([problem, *diagnosis.run.notes])
         fix = "wait for the first logged step" * (state == "running")
         # Not raised: with --json, `main` would print a second document.
@@ -177,8 +176,7 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     lines += [f"note: {escape(note)}" for note in diagnosis.run.notes]
     for ruling in [*diagnosis.findings, *diagnosis.advice]:
         lines += _finding_lines(ruling)
-    for line in lines:
-        console.print(line, highlight=False)
+    console.print("\n".join(lines), highlight=False)
     rulings = sorted(diagnosis.rulings, key=lambda ruling: not ruling.is_judged)
     columns = {
         "rule": [ruling.rule.name for ruling in rulings],
