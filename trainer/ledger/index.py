@@ -13,7 +13,7 @@ Host memory only: groups, slots and steps are integers here, and nothing knows a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Literal, get_args
 
@@ -67,7 +67,9 @@ class GroupIndex:
         """
         groups: list[int] = group_ids.tolist()
         if len(set(groups)) < len(groups):
-            refuse_twice(groups)
+            for group, count in Counter(groups).most_common(2):  # -1 may be the first
+                if group >= 0 and count > 1:
+                    raise ValueError(f"group {group} appears twice in one micro-batch")
         slots = map(self._slot_of.get, groups, repeat(self.capacity))
         return np.fromiter(slots, np.int64, len(groups))
 
@@ -188,14 +190,6 @@ class GroupIndex:
             logger.warning(text, MOST_EVICTED)
         while len(self.evicted) > MOST_EVICTED:
             self.evicted.popitem(last=False)
-
-
-def refuse_twice(groups: Sequence[int]) -> None:
-    """Raises ValueError if a group (not -1) appears twice."""
-    known = [group for group in groups if group >= 0]
-    if len(set(known)) < len(known):
-        ((group, _),) = Counter(known).most_common(1)
-        raise ValueError(f"group {group} appears twice in one micro-batch")
 
 
 def is_due(step: int, previous_step: int, every: int) -> bool:

@@ -21,7 +21,6 @@ from trainer.arrays import Flags, Ints
 from trainer.errors import UserError
 from trainer.ledger.index import EVICTION_MODES, Evicted, GroupIndex, is_due
 from trainer.ledger.slab import Native, Slab
-from trainer.metrics.logger import get_logger
 from trainer.options import LedgerOptions
 
 COUNTER_KEYS = (
@@ -34,6 +33,10 @@ COUNTER_KEYS = (
 """Summed over the window and over ranks (the worst rank's count is `<key>_max`)."""
 
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
+
+ARRAYS = ("groups", "slots", "last_step", "free_slots")
+Shard = Mapping[str, Any]
+"""A `state_dict`."""
 
 
 class Ledger:
@@ -137,8 +140,8 @@ class Ledger:
         if states.dtype != self._slab.dtype or states.device != self._slab.device:
             states = states.to(self._slab.device, self._slab.dtype)
         if end_ids is not None:
-            # Groups that ended within their row come first: they free slots, and have no state.
-            ended = np.flatnonzero(group_ids != np.asarray(end_ids))
+            # Groups that ended in their row come first: they free slots, and have no state.
+            ended = np.flatnonzero(is_last | (group_ids != np.asarray(end_ids)))
             end_ids = _as_group_ids(end_ids)
             end_cell_index = np.ascontiguousarray(end_cell_index, np.int64)
             if not end_ids.shape == end_cell_index.shape == group_ids.shape:
@@ -195,10 +198,27 @@ class Ledger:
         self._counts.update({key: counts.get(key, 0) for key in COUNTER_KEYS})
 
     def state_dict(self, *, with_rows: bool = True) -> dict[str, Any]:
-        """This rank's shard, without the counters. States are in `held_rows` if not in "rows"."""
-        shard = save_shard(self._index, self._slab, step=self._step)
+        """This rank's shard, without the counters, as `torch.load(weights_only=True)` accepts it.
+        States are in `held_rows` if not in "rows"."""
+        index, slab = self._index, self._slab
+        slots, groups, how = index.held_slots(), list(index.evicted), list(index.evicted.values())
+        modes = [EVICTION_MODES.index(mode) for mode, _ in how]
+        shard = {
+            "capacity": slab.capacity,
+            "width": slab.width,
+            "dtype": slab.dtype,
+            "step": self._step,
+            "slots": torch.from_numpy(slots),
+            "groups": torch.from_numpy(index.group_of[slots]),
+            "last_step": torch.from_numpy(index.last_step[slots]),
+            "valid": slab.are_valid(slots).cpu(),
+            "free_slots": torch.from_numpy(index.free_slots()),
+            "evicted_groups": torch.tensor(groups, dtype=torch.int64),
+            "evicted_modes": torch.tensor(modes, dtype=torch.int64),
+            "evicted_steps": torch.tensor([at for _, at in how], dtype=torch.int64),
+        }
         if with_rows:
-            empty = torch.empty(0, self._slab.width, dtype=self._slab.dtype)
+            empty = torch.empty(0, slab.width, dtype=slab.dtype)
             shard["rows"] = torch.cat([empty, *self.held_rows()])
         return shard
 
@@ -208,7 +228,7 @@ class Ledger:
         for piece in self._slab.pieces(slots.size):
             yield self._slab.read(slots[piece])[0].cpu()
 
-    def load_state_dict(self, shard: Mapping[str, Any]) -> None:
+    def load_state_dict(self, shard: Shard) -> None:
         """Replace the contents by a saved `state_dict`; counters start at zero.
 
         With the saved capacity it is restored exactly, including the order in which slots are used.
@@ -216,24 +236,54 @@ class Ledger:
         if shard["capacity"] != self._slab.capacity:
             self.load_shards([shard])
             return
-        check_shards([shard], self._slab)
+        self._check([shard])
         groups, slots, last_step, free = (shard[name].numpy() for name in ARRAYS)
         self._index.fill((groups, slots, last_step), free, _evicted(shard))
         _restore_rows(self._slab, slots, shard, np.arange(slots.size))
         self._restored([shard])
 
-    def load_shards(self, shards: Sequence[Mapping[str, Any]], *, owned: Callable[[Ints], Flags] | None = None) -> None:
+    def load_shards(self, shards: Sequence[Shard], *, owned: Callable[[Ints], Flags] | None = None) -> None:
         """Replace the contents by those that other ranks saved; counters start at zero.
 
         Taken are the groups for which `owned` (group ids -> bool) says so, without it all; of a
-        group that several shards hold, the state that was stored last. After a UserError, nothing is changed.
+        group that several shards hold, the state that was stored last. After a UserError, nothing
+        is changed.
         """
-        check_shards(shards, self._slab)
-        load_anew(self._index, self._slab, shards, keeps=owned)
+        self._check(shards)
+        groups = torch.cat([shard["groups"] for shard in shards]).numpy()
+        last_step = torch.cat([shard["last_step"] for shard in shards]).numpy()
+        # Oldest first, and of a group that several shards hold only the newest entry.
+        order = np.argsort(last_step, kind="stable")
+        _, from_end = np.unique(groups[order][::-1], return_index=True)
+        order = order[np.sort(order.size - 1 - from_end)]
+        if owned is not None:
+            order = order[owned(groups[order])]
+        capacity = self._slab.capacity
+        if order.size > capacity:
+            problem = f"must hold the checkpoint's {order.size} groups, got {capacity}"
+            raise UserError("ledger.capacity", problem, f"set it to at least {order.size}")
+        groups, slots = groups[order], np.arange(order.size)
+        free = np.arange(capacity - 1, order.size - 1, -1)
+        evicted = _joined_evicted(shards, set(groups.tolist()), owned)
+        self._index.fill((groups, slots, last_step[order]), free, evicted)
+        start = 0
+        for shard in shards:
+            places = order - start
+            is_its_own = (places >= 0) & (places < len(shard["groups"]))
+            _restore_rows(self._slab, slots[is_its_own], shard, places[is_its_own])
+            start += len(shard["groups"])
         self._restored(shards)
 
-    def _restored(self, shards: Sequence[Mapping[str, Any]]) -> None:
-        self._step = max((int(shard["step"]) for shard in shards), default=-1)
+    def _check(self, shards: Sequence[Shard]) -> None:
+        """Refuse shards of another width."""
+        for shard in shards:
+            if shard["width"] != self._slab.width:
+                problem = f"the checkpoint's states are {shard['width']} wide, the model's {self._slab.width}"
+                fix = "resume with the model that was saved, or begin with its weights (model.weights)"
+                raise UserError("ledger", problem, fix)
+
+    def _restored(self, shards: Sequence[Shard]) -> None:
+        self._step = max(int(shard["step"]) for shard in shards)
         self._stored_at = int(self._index.last_step.max(initial=-1))
         self.load_undrained({})
 
@@ -247,69 +297,6 @@ def _as_group_ids(values: Ints) -> Ints:
     return group_ids
 
 
-logger = get_logger(__name__)
-Shard = Mapping[str, Any]
-Keeps = Callable[[Ints], Flags] | None
-"""Which groups a rank takes; None: all."""
-
-ARRAYS = ("groups", "slots", "last_step", "free_slots")
-
-
-def save_shard(index: GroupIndex, slab: Slab, *, step: int) -> dict[str, Any]:
-    """Copy a shard but for its rows into what `torch.load(weights_only=True)` accepts."""
-    slots = index.held_slots()
-    groups, how = list(index.evicted), list(index.evicted.values())
-    modes = [EVICTION_MODES.index(mode) for mode, _ in how]
-    return {
-        "capacity": slab.capacity,
-        "width": slab.width,
-        "dtype": slab.dtype,
-        "step": step,
-        "slots": torch.from_numpy(slots),
-        "groups": torch.from_numpy(index.group_of[slots]),
-        "last_step": torch.from_numpy(index.last_step[slots]),
-        "valid": slab.are_valid(slots).cpu(),
-        "free_slots": torch.from_numpy(index.free_slots()),
-        "evicted_groups": torch.tensor(groups, dtype=torch.int64),
-        "evicted_modes": torch.tensor(modes, dtype=torch.int64),
-        "evicted_steps": torch.tensor([at for _, at in how], dtype=torch.int64),
-    }
-
-
-def check_shards(saved: Sequence[Shard], slab: Slab) -> None:
-    """Refuse shards of another width."""
-    for shard in saved:
-        if shard["width"] != slab.width:
-            problem = f"the checkpoint's states are {shard['width']} wide, the model's {slab.width}"
-            fix = "resume with the model that was saved, or begin with its weights (model.weights)"
-            raise UserError("ledger", problem, fix)
-
-
-def load_anew(index: GroupIndex, slab: Slab, saved: Sequence[Shard], *, keeps: Keeps) -> None:
-    """Fill index and slab from any shards, see `Ledger.load_shards`."""
-    groups = torch.cat([shard["groups"] for shard in saved]).numpy()
-    last_step = torch.cat([shard["last_step"] for shard in saved]).numpy()
-    # Oldest first, and of a group that several shards hold only the newest entry.
-    order = np.argsort(last_step, kind="stable")
-    _, from_end = np.unique(groups[order][::-1], return_index=True)
-    order = order[np.sort(order.size - 1 - from_end)]
-    if keeps is not None:
-        order = order[keeps(groups[order])]
-    if order.size > slab.capacity:
-        problem = f"must hold the checkpoint's {order.size} groups, got {slab.capacity}"
-        raise UserError("ledger.capacity", problem, f"set it to at least {order.size}")
-    groups, slots = groups[order], np.arange(order.size)
-    free = np.arange(slab.capacity - 1, order.size - 1, -1)
-    evicted = _joined_evicted(saved, set(groups.tolist()), keeps)
-    index.fill((groups, slots, last_step[order]), free, evicted)
-    start = 0
-    for shard in saved:
-        places = order - start
-        is_its_own = (places >= 0) & (places < len(shard["groups"]))
-        _restore_rows(slab, slots[is_its_own], shard, places[is_its_own])
-        start += len(shard["groups"])
-
-
 def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
     """Copy the rows at `places` of a shard into `slots`."""
     for piece in slab.pieces(slots.size):
@@ -317,15 +304,17 @@ def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
         slab.restore(slots[piece], shard["rows"][chosen], shard["valid"][chosen])
 
 
-def _joined_evicted(saved: Sequence[Shard], held: set[int], keeps: Keeps) -> list[tuple[int, Evicted]]:
+def _joined_evicted(
+    shards: Sequence[Shard], held: set[int], owned: Callable[[Ints], Flags] | None
+) -> list[tuple[int, Evicted]]:
     """The evicted groups of all shards that are not held, each by its newest eviction, oldest first."""
-    by_step = sorted((item for shard in saved for item in _evicted(shard)), key=lambda item: item[1][1])
+    by_step = sorted((item for shard in shards for item in _evicted(shard)), key=lambda item: item[1][1])
     newest = {group: evicted for group, evicted in by_step if group not in held}
     joined = sorted(newest.items(), key=lambda item: item[1][1])
-    if keeps is None:
+    if owned is None:
         return joined
-    is_kept = keeps(np.array([group for group, _ in joined], np.int64))
-    return [item for item, kept in zip(joined, is_kept, strict=True) if kept]
+    is_owned = owned(np.array([group for group, _ in joined], np.int64))
+    return [item for item, is_own in zip(joined, is_owned, strict=True) if is_own]
 
 
 def _evicted(shard: Shard) -> list[tuple[int, Evicted]]:

@@ -77,9 +77,10 @@ class Slab:
         return self.library.count_nonzero(~is_valid & (index != self.waste_slot))
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
-        """Copy rows and flags of a checkpoint in; tensors of any device."""
+        """Copy rows and flags of a checkpoint in; tensors of any device. A row that is not finite
+        in this type is not valid."""
         self.write(slots, rows.to(self.device, self.dtype))
-        self._is_valid[self.native(slots)] = self.native(is_valid.to(self.device))
+        self._is_valid[self.native(slots)] &= self.native(is_valid.to(self.device))
 
     def pieces(self, count: int) -> Iterator[slice]:
         """Cut `count` rows into pieces of few megabytes, so that a copy of all never exists."""

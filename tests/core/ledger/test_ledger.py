@@ -66,7 +66,7 @@ def test_duplicate_group_is_an_error_that_names_it() -> None:
     ledger = new_ledger()
     ledger.begin_step(1)
     with pytest.raises(ValueError, match="group 42 appears twice"):
-        store(ledger, [42, 1, 42])
+        store(ledger, [-1, -1, -1, 42, 1, 42])
     with pytest.raises(ValueError, match="group 42 appears twice"):
         lookup(ledger, [42, 42])
     store(ledger, [-1, -1])

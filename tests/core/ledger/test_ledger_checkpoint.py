@@ -103,6 +103,8 @@ def test_a_row_is_valid_if_each_of_its_numbers_is_finite(
     rows = torch.tensor([row, [1.0, 1.0, 1.0]], dtype=dtype)
     assert int(slab.write(np.array([1, 0]), rows)) == (not is_finite)
     assert slab.are_valid(np.array([1, 0, 2])).tolist() == [is_finite, True, False]
+    slab.restore(np.array([0]), torch.full((1, 3), 1e300, dtype=torch.float64), torch.tensor([True]))
+    assert not slab.are_valid(np.array([0]))  # infinite in the new type
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
