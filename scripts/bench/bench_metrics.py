@@ -20,7 +20,7 @@ import torch
 from bench_table import Figure, bench_parser, run_bench, seconds_of
 
 from trainer.metrics.aggregate import SumCount, Value, rank_operations, reduce_over_ranks
-from trainer.metrics.catalog import CATALOG
+from trainer.metrics.catalog import plain_names
 from trainer.metrics.payload_contract import parse_payload
 from trainer.metrics.sinks import JsonlSink, StdoutSink
 from trainer.metrics.tracker import MetricsTracker
@@ -34,8 +34,7 @@ def counter_and_gauge_keys(count: int) -> list[str]:
     """Keys of a run with pool, ledger and noise scale, except those that the tracker adds itself."""
     own = ("smoothed/", "time/", "gpu/")
     single = {"loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "step_time_sec", "tokens_in_step", "tokens_seen"}
-    names = [spec.name for spec in CATALOG if not spec.is_pattern]
-    keys = [name for name in names if not name.startswith(own) and name not in single]
+    keys = [name for name in plain_names() if not name.startswith(own) and name not in single]
     keys += [f"token_type/{name}/{what}" for name in "abcdefgh" for what in ("loss", "accuracy")]
     keys += [f"objective/{name}" for name in "abcdefgh"]
     assert len(keys) >= count

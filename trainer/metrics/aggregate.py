@@ -26,7 +26,6 @@ from trainer.metrics.catalog_rows import MetricSpec, RankReduction, WindowReduct
 from trainer.wording import short_repr
 
 Scalar = float | torch.Tensor
-MOST_EXACT = 2**53  # larger integers need not be exact as floats
 _MEANS = ("mean", "weighted_mean")
 _GUARD = BestEffort("reduction")  # of loops without one
 
@@ -45,16 +44,15 @@ Reported = Value | None
 Input = Scalar | tuple[Scalar, Scalar]
 
 
-def as_scalar(value: Any) -> Scalar:
-    """A number, or a float64 copy of a tensor of one element; waits for no device.
+def as_scalar(value: Any, device: torch.device | str | None = None) -> Scalar:
+    """A number, or a float64 copy [] of a tensor of one element, on `device` (None: on its own).
 
     Raises:
         TypeError: it is neither.
     """
-    if type(value) is float or (type(value) is int and abs(value) < MOST_EXACT):
-        return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().to(torch.float64, copy=True)  # sums of 16 bits stop growing
+        # float64, since sums of 16 bits stop growing.
+        return value.detach().to(device, torch.float64, copy=True).reshape(())
     return as_number(value)
 
 
@@ -216,11 +214,7 @@ def _scalars(value: Reported, device: torch.device | str) -> list[Scalar]:
     parts: tuple[Any, ...] = (value, 1.0)
     if isinstance(value, tuple) and len(value) == 2:
         parts = value
-    found = list(map(as_scalar, parts))
-    for place, scalar in enumerate(found):
-        if isinstance(scalar, torch.Tensor):
-            found[place] = scalar.to(device=device, dtype=torch.float64).reshape(())
-    return found
+    return [as_scalar(part, device) for part in parts]
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:

@@ -40,10 +40,9 @@ def register(*specs: MetricSpec) -> None:
     for spec in specs:
         if _ROWS.setdefault(spec.name, spec) != spec:
             raise ValueError(f"metric {spec.name!r} is in the catalog already, with another row")
-        if spec.is_pattern:
-            # A part in angle brackets matches one segment between slashes.
-            pattern = "([^/]+)".join(map(re.escape, re.split(r"<\w+>", spec.name)))
-            _PATTERNS[spec.name] = re.compile(pattern)
+        plain = re.split("<[^<>/]+>", spec.name)
+        if len(plain) > 1:  # a part in angle brackets matches one segment between slashes
+            _PATTERNS[spec.name] = re.compile("([^/]+)".join(map(re.escape, plain)))
     # A key that was a gauge until now may have a row.
     _find.cache_clear()
     _gauge.cache_clear()

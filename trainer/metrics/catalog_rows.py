@@ -48,10 +48,6 @@ class MetricSpec:
     band: Band | None = None
     has_error: bool = False
 
-    @property
-    def is_pattern(self) -> bool:
-        return "<" in self.name
-
     @cached_property
     def is_ratio(self) -> bool:
         """Whether values are a numerator and a denominator, each reduced by itself."""
@@ -65,9 +61,6 @@ def row_of(name: str, title: str, **settings: Any) -> partial[MetricSpec]:
 
 
 # ---- Training: objective, gradient, safety, speed, time, device memory, averages
-
-ONE_BATCH_SIZE: Final = "one micro-batch per step on one rank has a single batch size, and two are compared"
-"""Why some runs have none of these keys."""
 
 _Row = partial(row_of, group="Training")
 _TokenMean = partial(_Row, window="weighted_mean", ranks="weighted_mean")

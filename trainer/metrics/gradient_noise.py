@@ -224,7 +224,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         factor = torch.as_tensor(kappa, dtype=torch.float64, device=self._sums.device)
         zero = tokens = torch.zeros_like(factor)
         if isinstance(example_weights, int):
-            noise = torch.full_like(factor, 1.0 / example_weights)
+            noise = torch.full_like(factor, 1.0 / max(example_weights, 1))
         else:
             weights = example_weights.detach().to(self._sums)
             total = weights.sum()

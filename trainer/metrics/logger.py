@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import time
@@ -124,9 +123,7 @@ def format_number(value: float | str) -> str:
             if abs(value) >= max(size * 0.99995, 1000):
                 return f"{value / size:.1f}{suffix}"
         return str(value)
-    if not math.isfinite(value) or value == 0:
-        return f"{value:.4f}"
-    if abs(value) < 0.01 or abs(value) > 1e6:
+    if value and not 0.01 <= abs(value) <= 1e6:
         return f"{value:.2e}"
     return f"{value:.4f}"
 

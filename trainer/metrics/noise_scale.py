@@ -120,8 +120,8 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     whole, own = kappa * kappa, sums[KAPPA_SQUARE]
     big, small = grad_sq / factor / factor * whole, sums[SMALL_SQUARE]
     if whole - own < MIN_SPREAD * whole:
-        reason = "the step has a single micro-batch, so there is only one batch size to compare"
-        return Absent(f"{reason}; halve the micro-batch and accumulate two", is_fault=False)
+        reason = "the step has a single micro-batch, and two batch sizes are compared: accumulate two"
+        return Absent(reason, is_fault=False)
     mean_sq = (big - small) / (whole - own)
     between = within = None
     # On several ranks the middle groups are whole windows, and all of them must be there: a rank

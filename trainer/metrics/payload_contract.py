@@ -189,7 +189,7 @@ def validate_payload(obj: Any) -> None:
     for name in _REQUIRED:
         if name not in obj:
             raise PayloadError(name, "missing")
-    if not isinstance(obj["mode"], str) or obj["mode"] not in MODES:
+    if obj["mode"] not in MODES:
         raise PayloadError("mode", f"must be one of {', '.join(MODES)}, got {obj['mode']!r:.80}")
     _check_step(obj["global_step"])
     metrics, words = _section(obj, "metrics"), _section(obj, "non_finite")
@@ -227,7 +227,7 @@ def _check_version(version: Any) -> None:
 
 def _check_step(step: Any, key: str = "global_step") -> None:
     if type(step) is not int or step < 0:  # bool is a subclass of int
-        raise PayloadError(key, f"must be an integer of at least 0, got {step!r}")
+        raise PayloadError(key, f"must be an integer of at least 0, got {step!r:.80}")
 
 
 def strip_launcher_prefix(line: str) -> str:

@@ -29,6 +29,7 @@ class Sink(Protocol):
     """Receives payloads, one per call, in step order.
 
     An exception costs that sink, with one warning; with `is_essential = True`, it ends the run.
+    What a subclass does not define, does nothing.
     """
 
     def log(self, payload: Mapping[str, Any]) -> None:
@@ -36,9 +37,11 @@ class Sink(Protocol):
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write one event, such as a restart; sinks ignore events that they do not support."""
+        return
 
     def close(self) -> None:
         """Flush and close; nothing is logged afterwards. A second call does nothing."""
+        return
 
 
 def display_key(key: str) -> str:
@@ -196,16 +199,13 @@ class LineFile:
             self._fd = -1
 
 
-class JsonlSink(LineFile):
+class JsonlSink(LineFile, Sink):
     """Appends each payload as one line; write failures raise, since a run needs its record."""
 
     is_essential = True
 
     def log(self, payload: Mapping[str, Any]) -> None:
         self.append(encode_payload(payload))
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Events go to events.jsonl."""
 
 
 def strict(value: Any) -> Any:
@@ -238,51 +238,26 @@ class EventWriter(LineFile):
 StdoutMode = Literal["json", "line", "off"]
 
 
-class PayloadStream:
-    """A descriptor to write lines to, unbuffered: a full buffer would block the interpreter at exit."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def write(self, text: str) -> int:
-        data = text.encode("utf-8")
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-
-Output = TextIO | PayloadStream
-"""Where payloads are written."""
-
-
 @contextmanager
-def kept_for_payloads() -> Iterator[Output]:
+def kept_for_payloads() -> Iterator[TextIO]:
     """Reserve stdout for payloads: all other output (a model's `print`) goes to stderr.
 
     The file descriptor is redirected, which includes libraries in C and child processes.
     """
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
-        try:
+        descriptor = -1
+        with suppress(OSError, ValueError, AttributeError):  # closed, absent, or only in memory
             stdout.flush()
             descriptor, stderr = stdout.fileno(), sys.stderr.fileno()
-        except (OSError, ValueError, AttributeError):  # closed, absent, or replaced by something in memory
+        if descriptor < 0:
             yield stdout
             return
-        # Never closed: a thread's late write must not reach another file of the same number.
         own = os.dup(descriptor)
         os.dup2(stderr, descriptor)
         try:
-            yield PayloadStream(own)
+            # Never closed: a thread's late write must not reach another file of the same number.
+            yield open(own, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         finally:
             with suppress(OSError, ValueError):  # what it still holds is no payload
                 stdout.flush()
@@ -299,24 +274,21 @@ def render_line(payload: Mapping[str, Any]) -> str:
     return format_metrics(step, {key: value for key, value in values.items() if key not in parts} or values)
 
 
-class StdoutSink:
+class StdoutSink(Sink):
     """Writes one line per payload, in one write, flushed at once.
 
     If the reader leaves (`| head`) or the stream fails, the output ends with one warning.
     """
 
-    def __init__(self, mode: StdoutMode, *, stream: Output | None = None) -> None:
+    def __init__(self, mode: StdoutMode, *, stream: TextIO | None = None) -> None:
         self._mode: StdoutMode = mode
-        self._stream: Output = stream or sys.stdout
+        self._stream: TextIO = stream or sys.stdout
 
     def log(self, payload: Mapping[str, Any]) -> None:
         if self._mode == "json":
             self._write(encode_payload(payload))
         elif self._mode == "line":
             self._write(render_line(payload))
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Events are no payloads."""
 
     def _write(self, line: str) -> None:
         try:
@@ -334,6 +306,3 @@ class StdoutSink:
                 target, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, target)
                 os.close(null)
-
-    def close(self) -> None:
-        """Nothing is buffered."""

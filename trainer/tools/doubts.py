@@ -17,7 +17,6 @@ from trainer.data.formats import FORMATS, format_name, load_documents
 from trainer.data.groups import file_bytes, nothing_left, open_stream
 from trainer.data.layout import modalities_of
 from trainer.errors import UserError
-from trainer.metrics.catalog_rows import ONE_BATCH_SIZE
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
 from trainer.training.build import reading
@@ -216,4 +215,5 @@ def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:
         return "gns.enabled = false"
     if data_shards(config, world_size) * config.micro_batches.most > 1:
         return None
-    return f"{ONE_BATCH_SIZE}; set train.micro_batches = 2 and halve data.mixing.batch_size"
+    reason = "one micro-batch per step on one rank has a single batch size, and two are compared"
+    return f"{reason}; set train.micro_batches = 2 (half the data.mixing.batch_size keeps a step's size)"

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from trainer.metrics.catalog import plain_names
 from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.logger import get_logger, is_terminal
-from trainer.metrics.sinks import Output
 from trainer.metrics.tracker import MetricsTracker
 from trainer.objective import Loss
 from trainer.on_device import memory_of
@@ -66,7 +65,7 @@ class Launch:
     config_path: Path | None = None  # None: the config is not recorded
     run_dir: str | None = None
     parts: Parts = NO_PARTS
-    stdout: Output | None = None  # for payloads
+    stdout: TextIO | None = None  # for payloads
 
 
 @dataclass(frozen=True)

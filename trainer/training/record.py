@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.config.load import flatten, recorded_settings
 from trainer.config.schema import RunConfig
@@ -22,7 +22,7 @@ from trainer.files import discard
 from trainer.import_path import users_code
 from trainer.metrics.logger import add_log_file, get_logger, remove_log_file
 from trainer.metrics.run_status import dead, last_step
-from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Output, Sink, StdoutSink
+from trainer.metrics.sinks import BackgroundSink, EventWriter, JsonlSink, Sink, StdoutSink
 from trainer.training import Found, Uploads, checkpoint, need
 from trainer.training.build import runs_on
 from trainer.training.extension import RunView
@@ -120,7 +120,7 @@ def begin_record(view: RunView, stack: ExitStack) -> None:
     stack.callback(remove_log_file, handler)
 
 
-def open_record(view: RunView, stack: ExitStack, config_path: Path | None, stdout: Output | None) -> None:
+def open_record(view: RunView, stack: ExitStack, config_path: Path | None, stdout: TextIO | None) -> None:
     """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it."""
     run_dir, state, diagnostics, step = view.run_dir, view.state, view.diagnostics, view.first_step
     with raise_on_all_ranks(world_size=view.info.world_size):
@@ -169,7 +169,7 @@ def _continued(view: RunView) -> dict[str, Any]:
     return {"checkpoint": path.name, "changed": named}
 
 
-def make_sinks(view: RunView, stdout: Output) -> tuple[list[Sink], str | None]:
+def make_sinks(view: RunView, stdout: TextIO) -> tuple[list[Sink], str | None]:
     """The sinks of a run, and its id in wandb. Those that may wait have a thread."""
     config, mode, diagnostics = view.config, view.config.metrics.stdout, view.diagnostics
     if mode == "auto":

@@ -60,11 +60,11 @@ def test_the_family_of_a_key_is_its_row_and_what_the_row_leaves_open(key, found)
 
 def test_registered_rows_are_found_like_the_catalog_s():
     row = replace(lookup("loss"), name="moe/aux_loss", ranks="max")
-    pattern = replace(row, name="moe/<expert>/load", kind="counter", ranks="sum_and_worst")
+    pattern = replace(row, name="moe/<own-expert>/load", kind="counter", ranks="sum_and_worst")
     register(row, pattern)
     register(row, pattern)  # a module that is imported again
     assert lookup("moe/aux_loss") == row
-    assert family("moe/7/load") == ("moe/<expert>/load", "7")
+    assert family("moe/7/load") == ("moe/<own-expert>/load", "7")
     assert lookup_or_gauge("moe/7/load_max").ranks == "max"
     with pytest.raises(ValueError, match="'loss' is in the catalog already, with another row"):
         register(replace(row, name="loss"))
