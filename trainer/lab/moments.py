@@ -47,7 +47,7 @@ class Moments(NamedTuple):
         if num < FEWEST_UNITS or effective < 2:
             return math.nan
         ratio = self.mean()
-        squares = self.total_sq - 2 * ratio * self.cross + ratio**2 * self.weight_sq
+        squares = self.total_sq - 2 * ratio * self.cross + ratio * ratio * self.weight_sq
         squares = max(squares, 0.0)  # it may be below by rounding; a NaN stays one
         error = math.sqrt(squares * num / (num - 1)) / self.weight
         error *= math.sqrt((num - 1) / num * effective / (effective - 1))

@@ -50,6 +50,8 @@ def as_scalar(value: Any, device: torch.device | str | None = None) -> Scalar:
     Raises:
         TypeError: it is neither.
     """
+    if type(value) is float or (type(value) is int and abs(value) < 2**53):  # most are
+        return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         # float64, since sums of 16 bits stop growing.
         return value.detach().to(device, torch.float64, copy=True).reshape(())
@@ -207,14 +209,14 @@ def _pack(
     return vector
 
 
-def _scalars(value: Reported, device: torch.device | str) -> list[Scalar]:
+def _scalars(value: Any, device: torch.device | str) -> list[Scalar]:
     """A value (or sum) and its count; empty if it is not known."""
     if value is None:
         return []
-    parts: tuple[Any, ...] = (value, 1.0)
+    total, count = value, 1.0
     if isinstance(value, tuple) and len(value) == 2:
-        parts = value
-    return [as_scalar(part, device) for part in parts]
+        total, count = value
+    return [as_scalar(total, device), as_scalar(count, device)]
 
 
 def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:

@@ -31,7 +31,7 @@ def _rank() -> int:
 
 def is_terminal() -> bool:
     """Whether somebody reads stderr as it is written."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class _RankFormatter(logging.Formatter):

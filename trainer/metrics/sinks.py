@@ -150,8 +150,8 @@ class LineFile:
     def _repair_last_line(self) -> None:
         end = start = os.lseek(self._fd, 0, os.SEEK_END)
         tail = b""
-        while start > 0 and b"\n" not in tail:  # from the end, in growing pieces
-            start = max(0, start - 65536)
+        while start > 0 and b"\n" not in tail:  # from the end, twice as much each time
+            start = max(0, 2 * start - end - 65536)
             tail = os.pread(self._fd, end - start, start)
         tail = tail[tail.rfind(b"\n") + 1 :]
         if not tail:

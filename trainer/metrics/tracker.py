@@ -133,7 +133,7 @@ class MetricsTracker:
         # Two at a time: the next step is launched before the numbers of this one are read.
         self._open: deque[_OpenStep] = deque()
         self._since = _Since()
-        self._last: dict[str, Any] | None = None  # of the step that ended last, to log it
+        self._last: list[Any] = []  # loss, norm, learning rate and tokens of the step that ended last
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # with what calls its methods
         self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
@@ -241,20 +241,21 @@ class MetricsTracker:
                 average.update(sample)
         if extra:
             guard("extra").run(self._extra.add, extra)
-        self._last = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_in_step": tokens_in_step}
-        return self._log(step, **self._last) if force_log or self.will_log(step) else None
+        self._last = [loss, grad_norm, lr, tokens_in_step]
+        for place, value in enumerate(self._last):
+            if isinstance(value, torch.Tensor):  # which the caller may use again
+                self._last[place] = value.detach().clone()
+        return self._log(step) if force_log or self.will_log(step) else None
 
     def log_last(self, step: int, extra: Mapping[str, Value | None]) -> None:
         """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
-        if self._last is not None and self._since.steps:
+        if self._since.steps:
             self.diagnostics.best_effort("extra").run(self._extra.add, extra)
-            self._log(step, **self._last)
+            self._log(step)
 
-    def _log(
-        self, step: int, *, loss: Scalar | None, grad_norm: Scalar | None, lr: float, tokens_in_step: Scalar
-    ) -> StepMetrics:
-        """Log a step that has ended; see `end_step`."""
-        since = self._since
+    def _log(self, step: int) -> StepMetrics:
+        """Log the step that ended last; see `end_step`."""
+        since, (loss, grad_norm, lr, tokens_in_step) = self._since, self._last
         # Times and speeds of a payload are those of all steps since the last one.
         self._since, step_time = _Since(), since.seconds / since.steps
         speed, mfu = self._rates(since.tokens, max(since.seconds, 0.0))

@@ -33,7 +33,6 @@ def test_each_payload_is_on_disk_at_once_and_reopening_appends(tmp_path: Path) -
     sink.close()
     again = JsonlSink(path)
     again.event({"event": "restart", "global_step": 0})
-    again.event({"event": "signal"})
     again.log(payload(1, loss=float("nan")))
     again.close()
     lines = path.read_bytes().splitlines(keepends=True)
@@ -45,9 +44,8 @@ def test_a_file_that_was_taken_away_is_begun_anew_with_a_warning(tmp_path, capsy
     path = tmp_path / "metrics.jsonl"
     monkeypatch.chdir(tmp_path)
     sink = JsonlSink(Path("metrics.jsonl"))
-    for step, change in enumerate(
-        (lambda: None, lambda: monkeypatch.chdir("/"), path.unlink, lambda: path.rename("x"))
-    ):
+    changes = (lambda: None, lambda: monkeypatch.chdir("/"), path.unlink, lambda: path.rename("x"))
+    for step, change in enumerate(changes):
         sink.log(payload(step))
         change()
         sink.log(payload(100 + step))

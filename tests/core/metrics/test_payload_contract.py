@@ -22,10 +22,6 @@ def good(**changes: Any) -> dict[str, Any]:
     return {"schema_version": 1, "mode": "train", "global_step": 3, "metrics": {"loss": 1.5}, **changes}
 
 
-def without(key: str) -> dict[str, Any]:
-    return {name: value for name, value in good().items() if name != key}
-
-
 @pytest.mark.parametrize("value", [True, "1", None, [1], 1j, np.bool_(True)])
 def test_what_is_not_a_number_cannot_be_built(value: Any) -> None:
     with pytest.raises(PayloadError, match=r"metrics\.x: must be a number"):
@@ -35,10 +31,10 @@ def test_what_is_not_a_number_cannot_be_built(value: Any) -> None:
 @pytest.mark.parametrize(
     ("obj", "key", "reason"),
     [
-        (without("schema_version"), "schema_version", "must be 1, got None"),
+        (good(schema_version=None), "schema_version", "must be 1, got None"),
         (good(schema_version=True), "schema_version", "must be 1, got True"),
         (good(schema_version=2), "schema_version", "must be 1, got 2"),
-        (without("mode"), "mode", "missing"),
+        ({"schema_version": 1}, "mode", "missing"),
         (good(mode="test"), "mode", "must be one of train, eval, got 'test'"),
         (good(global_step=-1), "global_step", "at least 0, got -1"),
         (good(metrics={}), "metrics", "must not be empty"),

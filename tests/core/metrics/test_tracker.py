@@ -87,6 +87,11 @@ def test_smoothing_sees_steps_that_do_not_log() -> None:
                 assert run.metrics()[f"smoothed/{name}"] == pytest.approx(value)
             assert run.metrics()["smoothed/tokens_per_sec"] == pytest.approx(1000 / expected["step_time"])
     assert run.metrics()["loss"] == pytest.approx(1 / 6), "raw values are not smoothed"
+    loss = torch.tensor(5.0)
+    run.step(7, loss=loss)
+    loss.zero_()  # the caller uses it again
+    run.tracker.log_last(7, {})
+    assert run.metrics()["loss"] == 5.0
     plain = {"loss", "grad_norm", "lr", "tokens_per_sec", "step_time_sec", "tokens_in_step", "tokens_seen"}
     smoothed = {f"smoothed/{name}" for name in ("loss", "tokens_per_sec", "step_time")}
     assert run.metrics().keys() == plain | smoothed | {"tokens_per_sec_per_device"}
@@ -170,8 +175,7 @@ def test_other_ranks_time_and_return_but_hold_no_sinks() -> None:
     assert run.step(1) is not None
     with pytest.raises(ValueError, match="sinks belong to rank 0, this is rank 1"):
         run.tracker.init_backends([Recorder()])
-    late = Recorder()
-    later = Run(sinks=[])
+    late, later = Recorder(), Run(sinks=[])
     later.tracker.init_backends([late])
     later.step(7, force_log=True)
     assert len(late.payloads) == 1
