@@ -356,7 +356,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._held.append((index, leaf))
         else:
             self._held.append((index, grad))
-            self._held_bytes += grad.nbytes
+            self._held_bytes += grad.numel() * grad.element_size()  # sparse ones have no `nbytes`
         if self._held_bytes > self._may_hold:
             self._measure_held()
 

@@ -108,8 +108,14 @@ def test_sum_of_squares_is_exact_for_every_shape_and_type(shape: tuple[int, ...]
 def test_sum_of_squares_of_strided_and_sparse_tensors() -> None:
     x = torch.randn(70, 130)
     assert float(square_sum(norms_of([x.t()]))) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
-    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
-    assert float(square_sum(norms_of([twice]))) == pytest.approx(25.0)
+    embedding = nn.Embedding(4, 2, sparse=True)
+    gns = GradientNoiseScale(embedding)
+    for is_last in (False, True):
+        gns.begin_micro(is_last)
+        embedding(torch.tensor([1, 3, 3])).sum().backward()  # whose gradient has index 3 twice
+        gns.end_micro(1.0, 1)
+    sums = (float(gns.local_sums()[noise_scale.SMALL_SQUARE]), float(gns.grad_sq()))
+    assert sums == pytest.approx((2 * (2 * 1.0 + 2 * 4.0), 2 * 4.0 + 2 * 16.0))
 
 
 def test_a_gradient_without_tokens_is_a_fault(model: nn.Module, gns: GradientNoiseScale) -> None:
