@@ -1,5 +1,5 @@
-"""Sequences of numbers in place of tokens: their loss, series in files, and the batch by which a model of them is
-judged.
+"""Sequences of numbers in place of tokens: their loss, series in files, and the batch by which a
+model of them is judged.
 
 It could go if all data were text.
 """
@@ -220,8 +220,8 @@ def _read(path: str, given: str, key: str, vocab_size: int) -> dict[str, Any]:
 class OnPositions(nn.Module):
     """A model as one of tokens: token i stands for the i-th position of a batch.
 
-    So the checks, which draw, change and cut rows of tokens, do so with inputs of the real data. What
-    a batch has by row is that of its first one.
+    So the checks, which draw, change and cut rows of tokens, do so with inputs of the real data.
+    What a batch has by row is that of its first one.
     """
 
     def __init__(self, model: nn.Module, micro: MicroBatch) -> None:

@@ -69,7 +69,7 @@ class Ledger:
 
         Raises RuntimeError if `step` is before that of the last store.
         """
-        # A step may begin again: a run that finds its data exhausted has begun steps without tokens.
+        # A step may begin again: a run whose data are exhausted has begun steps without tokens.
         if step < max(self._stored_at, 0):
             raise RuntimeError(f"ledger steps go forward from 0: step {step} after a store at step {self._stored_at}")
         previous = self._step if self._step >= 0 else step - 1
@@ -307,7 +307,7 @@ def _restore_rows(slab: Slab, slots: Ints, shard: Shard, places: Ints) -> None:
 def _joined_evicted(
     shards: Sequence[Shard], held: set[int], owned: Callable[[Ints], Flags] | None
 ) -> list[tuple[int, Evicted]]:
-    """The evicted groups of all shards that are not held, each by its newest eviction, oldest first."""
+    """The evicted groups that are not held, each by its newest eviction, oldest first."""
     by_step = sorted((item for shard in shards for item in _evicted(shard)), key=lambda item: item[1][1])
     newest = {group: evicted for group, evicted in by_step if group not in held}
     joined = sorted(newest.items(), key=lambda item: item[1][1])

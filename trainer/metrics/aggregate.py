@@ -82,7 +82,7 @@ class Recorder:
     """The one place where a run's metrics are recorded: combines all values until it is drained.
 
     A key is combined over the micro-batches that reported it. One without a catalog row is a gauge.
-    `leave_out`: called for an unusable value, which then counts as None; without it, that warns once.
+    `leave_out`: called for an unusable value, which then counts as None; by default it warns once.
     """
 
     def __init__(self, *, leave_out: LeaveOut | None = None) -> None:

@@ -144,7 +144,7 @@ class Diagnostics:
             self._write(event)
 
     def summary(self) -> list[str]:
-        """Missing measurements: a line for each diagnostic that failed, or that skipped; two for both."""
+        """Missing measurements: a line for each diagnostic that failed, and each that skipped."""
         lines = []
         for name, guard in self._guards.items():
             if not guard.enabled:

@@ -117,8 +117,8 @@ def _need(key: str) -> _Found:
 def lookup(key: str) -> MetricSpec:
     """The row of a key, with `name` set to the key itself.
 
-    A key matches by its name, by a pattern, with the prefix `eval_` or `ema/`, as the `_max` sibling of a
-    counter whose worst rank is reported, or as the `_se` sibling of a mean with a standard error.
+    A key matches by its name, by a pattern, with the prefix `eval_` or `ema/`, as the `_max` sibling
+    of a counter whose worst rank is reported, or as the `_se` sibling of a mean with an error.
 
     Raises:
         UnknownMetric: the key matches no row.

@@ -440,7 +440,7 @@ GNS_ROWS: tuple[MetricSpec, ...] = (
         "Sequences of a step over gns/b_simple.", "0.1 to 4.", "Below: grow it. Above: shrink it."
     ),
     _GnsRow("gns/skipped", "Skipped windows", unit="steps", kind="counter", window="sum", ranks="max", band=(0.0, 0.0))(
-        "Steps without a usable estimate.", "0.", "Grows: non-finite gradients, hooks run twice."
+        "Steps whose measurement failed.", "0.", "Grows: non-finite gradients, hooks run twice."
     ),
     _GnsRow("gns/left_out", "Windows left out", unit="steps", kind="counter", window="sum", ranks="max")(
         "Steps with a document in two micro-batches.", "Absent.", "Most steps: use more documents."

@@ -239,8 +239,8 @@ class GradientNoiseScale(NoiseScaleAverage):
             fault = fault + 1.0
             if not self._has_warned:
                 self._has_warned = True
-                text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?), and such "
-                log.warning(text + "steps are skipped; pass use_reentrant=False", repeats)
+                text = "gns: %d gradient hooks ran more than once in one backward (reentrant checkpointing?)"
+                log.warning(text + ", and such steps are skipped; pass use_reentrant=False", repeats)
         squared = factor.square()
         update = [factor, squared, micro_square, factor * noise, squared * noise]
         self._sums += torch.stack([*update, zero, zero, zero, zero, tokens, zero, fault, zero, zero])
@@ -297,10 +297,10 @@ class GradientNoiseScale(NoiseScaleAverage):
     def grad_sq(self) -> Tensor:
         """[] float64: square norm of the `.grad` of all parameters, by the micro-batches' kernel.
 
-        It includes noise, unlike the estimate `gns/grad_sq`. With FSDP2 it is the rank's share, to be
-        SUM-reduced over the ranks of the group.
+        It includes noise, unlike the estimate `gns/grad_sq`. With FSDP2 it is the rank's share, to
+        be SUM-reduced over the ranks of the group.
         """
-        own = [own_part(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        own = [own_part(each.grad) for each in self._parameters if each.grad is not None]
         return square_sum([self._sums.new_zeros(1), *norms_of(own)]) / self._leaves.copies
 
     def finish(

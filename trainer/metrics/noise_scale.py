@@ -15,8 +15,8 @@ half) separates pairs within groups from other pairs, which give the same noise 
 independent.
 
 An average over past steps lags behind a process that drifts, so `History` fits a straight line to
-the past and reads S and |G|^2 off at the last step; the data decide how long the window may be. A line
-cannot rule out a jump in the last steps, so the bounds include those of these steps alone.
+the past and reads S and |G|^2 off at the last step; the data decide how long the window may be. A
+line cannot rule out a jump in the last steps, so the bounds include those of these steps alone.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def estimate(sums: Sequence[float], grad_sq: float, *, grad_factor: float | None
     """
     assert len(sums) == NUM_SUMS, f"expected {NUM_SUMS} sums, got {len(sums)}"
     if sums[FAULTS] > 0.0:
-        reason = "a micro-batch's norm is not known: kappa was 0 beside a gradient, or a hook ran never or twice"
+        reason = "a micro-batch's norm is unknown: kappa was 0 with a gradient, or a hook ran never or twice"
         return Absent(reason, is_fault=True)
     if not all(map(math.isfinite, (*sums, grad_sq))):
         return Absent("a gradient of the window was not finite", is_fault=True)
     if sums[REPEATED] > 0.0:
-        reason = "two micro-batches of the step have rows of the same document: they are not independent"
+        reason = "two micro-batches of the step have rows of the same document, so they are dependent"
         reason += ": more documents, or fewer rows in a step, help"
         return Absent(reason, is_fault=False, is_repeated=True)
     kappa = sums[KAPPA]
@@ -297,8 +297,8 @@ class History:
 
     def _fits(self) -> Iterator[Fit]:
         """Fits over growing windows: `_recent_mean`, then lines."""
-        # Weighted least squares with the heteroscedasticity-consistent covariance HC3 (MacKinnon and
-        # White 1985), of sums over stretches: the noise of both series changes with their size.
+        # Weighted least squares with the heteroscedasticity-consistent covariance HC3 (MacKinnon
+        # and White 1985), of sums over stretches: the noise of both series changes with their size.
         # Degrees of freedom are Satterthwaite's, for equal noise in every step.
         found = []
         for phase, levels in self._phases.items():

@@ -80,7 +80,7 @@ class Owner(NamedTuple):
 
 
 class RunLock(AbstractContextManager["RunLock"]):
-    """A run's directory that belongs to this process until `close`: a file says so by a random word.
+    """A run's directory that is this process's until `close`: a file says so by a random word.
 
     Every host sees it, unlike `flock`. A thread renews its time. A process that does not, such as
     one that is suspended, may lose the run to another one, which writes its own word. The file
@@ -196,7 +196,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in its system's ticks; empty: it is gone, only waited for, or hidden."""
+    """When a process began, in its system's ticks; empty: it is gone, a zombie, or hidden."""
     try:
         # Behind its name, which may hold anything, from field 3 of proc(5) on; 22 is the start.
         fields = read_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()

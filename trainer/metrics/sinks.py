@@ -63,7 +63,7 @@ class BackgroundSink:
         close_sec: longest wait for the rest of the rows and the sink's own `close`.
 
     Attributes:
-        num_dropped: rows and events for which the queue was full, or that were left in it at the end.
+        num_dropped: rows and events for which the queue was full, or that stayed in it at the end.
     """
 
     def __init__(

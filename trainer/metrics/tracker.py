@@ -177,8 +177,8 @@ class MetricsTracker:
         parts[name] = parts.get(name, 0.0) + self._clock() - began
 
     def measured(self) -> dict[str, float | None]:
-        """Seconds per step of each section, since the last payload and with the step that ends next,
-        and memory of a CUDA device; for `extra`, in which ranks combine them."""
+        """Seconds per step of each section, since the last payload and with the step that ends
+        next, and memory of a CUDA device; for `extra`, in which ranks combine them."""
         found = self._memory() if self._device.type == "cuda" else {}
         for part, seconds in (self._since.parts + Counter(self._open[0].parts)).items():
             found[f"time/{part}_sec"] = seconds / (self._since.steps + 1)
@@ -228,7 +228,7 @@ class MetricsTracker:
         step_time = stop - ended.start
         since.steps += 1
         since.seconds += step_time
-        since.tokens = since.tokens + tokens_in_step  # not in place, which would change the caller's tensor
+        since.tokens = since.tokens + tokens_in_step  # not in place: it may be the caller's tensor
         since.parts.update(ended.parts)
         if tokens_trained is None:
             tokens_trained = tokens_in_step
@@ -248,7 +248,7 @@ class MetricsTracker:
         return self._log(step) if force_log or self.will_log(step) else None
 
     def log_last(self, step: int, extra: Mapping[str, Value | None]) -> None:
-        """Log the step that ended last, which turned out to be the run's last. `extra`: see `end_step`."""
+        """Log the step that ended last, since the run ends with it. `extra`: see `end_step`."""
         if self._since.steps:
             self.diagnostics.best_effort("extra").run(self._extra.add, extra)
             self._log(step)
@@ -367,7 +367,7 @@ class MetricsTracker:
         self._smoothed = {name: Ema(SMOOTHING, state["smoothed"][name]) for name in _SMOOTHED}
 
     def close(self) -> None:
-        """Close all sinks, also failed ones, the last added first; raises what an essential one did."""
+        """Close all sinks, also failed ones, the last added first; raises what an essential one does."""
         with ExitStack() as stack:
             while self._sinks:
                 sink, run = self._sinks.pop(0)
