@@ -163,7 +163,7 @@ class ObjectiveOptions(Options):
 
 @part_options
 class TrackerOptions(Options):
-    """Options of `trainer.metrics.MetricsTracker`."""
+    """Options of `trainer.metrics.tracker.MetricsTracker`."""
 
     log_interval: Count = 10
     """Steps between logged steps; step 1 and the last step are always logged."""

@@ -425,7 +425,8 @@ class NoiseScaleAverage:
     )
 
     def __init__(self, ema: float = 0.95) -> None:
-        assert 0.8 <= ema < 1.0, ema
+        if not 0.8 <= ema < 1.0:
+            raise ValueError(f"ema must be in [0.8, 1), got {ema}")
         self._ema = ema
         self.stretches = Stretches()
         self._noise = PairAverage(ema, self.stretches)  # x = tr(Sigma), y = |G|^2
