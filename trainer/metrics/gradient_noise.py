@@ -104,7 +104,7 @@ def square_sum(norms: Sequence[Tensor]) -> Tensor:
 class GradientNoiseScale(NoiseScaleAverage):
     """The average noise scale of a model trained in windows of micro-batches, measured by hooks.
 
-    `model`: a module, or one wrapped in DDP or by FSDP2's `fully_shard`, HSDP included (its process
+    `model`: a module, also wrapped in DDP, or by FSDP2's `fully_shard`, HSDP included (its process
     group is then the one that averages gradients, and every rank must construct this object).
     Parameters that do not require a gradient at construction are left out. `process_group`: for a
     loop that averages gradients over ranks itself, without DDP. `weights_are_tokens`: whether
@@ -387,7 +387,7 @@ class Leaves:
     group: dist.ProcessGroup | None  # the ranks that average gradients; None on a single process
     is_sharded: bool  # whether `.grad` holds only this rank's shards
     copies: int = 1  # if so, how many ranks of the group hold the same shards
-    ddp: DistributedDataParallel | None = None  # the model itself if it is wrapped in DDP
+    ddp: DistributedDataParallel | None = None  # the model, or its module that is wrapped in DDP
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
@@ -401,9 +401,12 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     if not parameters:
         raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
     if layout_of(parameters) is None:
-        if not isinstance(model, DistributedDataParallel):
-            return Leaves(parameters, parameters, process_group, is_sharded=False)
-        return Leaves(parameters, parameters, process_group or model.process_group, is_sharded=False, ddp=model)
+        # It may stand within another module, as after `torch.compile`.
+        wrapped = (each for each in model.modules() if isinstance(each, DistributedDataParallel))
+        ddp = next(wrapped, None)
+        if ddp is not None:
+            process_group = process_group or ddp.process_group
+        return Leaves(parameters, parameters, process_group, is_sharded=False, ddp=ddp)
     try:
         layout, own_group = layout_and_group(parameters)
         group = process_group or own_group

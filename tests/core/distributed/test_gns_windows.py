@@ -177,7 +177,7 @@ def windows_of_ddp(rank: int, case: Case) -> Windows:
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, **case.ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=case.has_scaler)
-    gns = GradientNoiseScale(ddp)
+    gns = GradientNoiseScale(nn.Sequential(ddp) if case.is_weighted else ddp)  # as `torch.compile` wraps it
     results: Windows = {}
     for m in MICRO_BATCHES:  # 1 first: with static_graph DDP itself fails if its first backward is under no_sync
         for _ in range(2):
