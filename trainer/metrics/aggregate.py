@@ -157,7 +157,6 @@ class Recorder:
         self._entries = {key: _Entry(lookup_or_gauge(key), *saved) for key, saved in state.items()}
 
 
-_Matrix = NDArray[np.float64]
 Operations = Mapping[str, RankReduction]
 
 
@@ -219,7 +218,7 @@ def _scalars(value: Any, device: torch.device | str) -> list[Scalar]:
     return [as_scalar(total, device), as_scalar(count, device)]
 
 
-def _combine(gathered: _Matrix, operations: Operations) -> dict[str, float]:
+def _combine(gathered: NDArray[np.float64], operations: Operations) -> dict[str, float]:
     """The values over ranks, from their vectors [W, numbers]."""
     values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
     present = counts != 0

@@ -40,8 +40,6 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     "time": (int, float),
     **dict.fromkeys(("command", "devices"), list),
 }
-
-
 TIMEOUT_SEC: Final = 600.0  # of a run that does not say another
 
 

@@ -235,12 +235,11 @@ class MetricsTracker:
         if isinstance(tokens_trained, torch.Tensor):  # float32 could not hold the total
             tokens_trained = tokens_trained.long()
         self._tokens_seen = self._tokens_seen + tokens_trained
-        guard = self.diagnostics.best_effort
         for average, sample in zip(self._smoothed.values(), (loss, tokens_in_step, step_time), strict=True):
             if sample is not None:
                 average.update(sample)
         if extra:
-            guard("extra").run(self._extra.add, extra)
+            self.diagnostics.best_effort("extra").run(self._extra.add, extra)
         self._last = [loss, grad_norm, lr, tokens_in_step]
         for place, value in enumerate(self._last):
             if isinstance(value, torch.Tensor):  # which the caller may use again
