@@ -1,5 +1,4 @@
-"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and
-custom ones.
+"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and custom ones.
 
 It could go if torch's Muon skipped a step on the device, and took shards.
 """
@@ -26,7 +25,7 @@ from trainer.wording import counted, few
 def build_optimizer(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
     """Muon and AdamW over these groups, or the custom optimizer."""
     if table.target is not None:
-        return build_custom(model, groups, table)
+        return build_custom(model, groups, table, table.target)
     others = [group for group in groups if not is_for_muon(group)]
     return MuonWithAdamW([group for group in groups if is_for_muon(group)], others, table)
 
@@ -36,22 +35,25 @@ def is_for_muon(group: ParameterGroup) -> bool:
     return bool(group["role"] == "matrix")
 
 
-class SkippingMuon(torch.optim.Muon):
-    """torch's Muon, which does nothing where `found_inf` (float [], on the device) is set.
-
-    A skipped step is computed and reverted, so that the host never asks the device. Of a sharded
-    matrix, each rank orthogonalizes the whole and keeps its rows.
-    """
+class Skipping:
+    """A step of it changes nothing where `found_inf` is above 0 (float [], on the device; see `step_unless`)."""
 
     _step_supports_amp_scaling = True
-    found_inf: Tensor | None = None
+    found_inf = torch.zeros(())
+
+
+class SkippingMuon(Skipping, torch.optim.Muon):
+    """torch's Muon. A skipped step is computed and reverted, so that the host never asks the device.
+
+    Of a sharded matrix, each rank orthogonalizes the whole and keeps its rows.
+    """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         keep_buffers(self)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self) -> None:  # type: ignore[override]
         """Update the parameters, or not."""
         groups = self.param_groups
         try:
@@ -62,13 +64,10 @@ class SkippingMuon(torch.optim.Muon):
                     # One parameter at a time, so that only one copy exists.
                     self.param_groups = [{**group, "params": [parameter]}]
                     self._step_one(parameter, group)
-                    if self.found_inf is None:
-                        continue
                     for tensor, kept in zip(touched, before, strict=True):
                         tensor.copy_(torch.where(self.found_inf > 0, kept, tensor))
         finally:
             self.param_groups = groups
-        return None
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if layout_of([parameter]) is None:
@@ -90,15 +89,12 @@ class SkippingMuon(torch.optim.Muon):
         weights.add_(own_rows(whole.detach(), parameter))
 
 
-class MuonWithAdamW(CombinedOptimizer):
+class MuonWithAdamW(Skipping, CombinedOptimizer):
     """Muon for the groups of matrices and AdamW for the others, with the parameter groups of both.
 
     Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025, arXiv
     2502.16982), so that one learning rate and weight decay fit both.
     """
-
-    _step_supports_amp_scaling = True
-    found_inf: Tensor | None = None
 
     def __init__(self, matrices: list[ParameterGroup], others: list[ParameterGroup], table: OptimizerTable) -> None:
         super().__init__([*matrices, *others], {"lr": table.lr})
@@ -116,14 +112,10 @@ class MuonWithAdamW(CombinedOptimizer):
         # The parts' own groups, so that a learning rate that is set here is theirs.
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Step both."""
         for part in self.parts.values():
-            if self.found_inf is None:
-                part.step()
-            else:
-                step_unless(self.found_inf > 0, part)
+            step_unless(self.found_inf > 0, part)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part, by its name."""
@@ -144,9 +136,10 @@ def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable
     return build
 
 
-def build_custom(model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable) -> torch.optim.Optimizer:
+def build_custom(
+    model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable, target: str
+) -> torch.optim.Optimizer:
     """The custom optimizer, which must take all parameters that are trained, and a step without arguments."""
-    target = table.target or ""
     build = resolve_own(target, groups, table)
     with users_code("optimizer.target", f"{target} fails"):
         optimizer = build(groups, lr=table.lr, **table.args)
@@ -165,8 +158,7 @@ def build_custom(model: nn.Module, groups: list[ParameterGroup], table: Optimize
         parameters = counted(len(left), "parameter")
         problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
-    is_fused = any(each.get("fused") for each in optimizer.param_groups)
-    if is_fused and issubclass(type(optimizer), torch.optim.SGD):
+    if isinstance(optimizer, torch.optim.SGD) and any(each.get("fused") for each in optimizer.param_groups):
         keep_buffers(optimizer)  # those without momentum leave them alone
     built: Any = optimizer  # see `group_counters`
     built.built_groups = [plain_values(group) for group in optimizer.param_groups]
