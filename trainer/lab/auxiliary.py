@@ -20,14 +20,7 @@ from trainer.arrays import weights_of
 from trainer.errors import UserError
 from trainer.metrics.catalog import is_built_in
 from trainer.model.protocol import extras_of
-from trainer.objective import (
-    COMPONENTS,
-    Auxiliary,
-    ObjectiveOutput,
-    Term,
-    refuse_output,
-    undeclared,
-)
+from trainer.objective import COMPONENTS, Auxiliary, ObjectiveOutput, Term, refuse_output, undeclared
 from trainer.wording import few
 
 if TYPE_CHECKING:
@@ -141,7 +134,8 @@ def make_auxiliary(table: ObjectiveTable, model: Any) -> AuxiliaryLosses:
         fix = "set loss_keys on the model, or objective.target (docs/models.md#losses-and-metrics)"
         raise UserError("objective.token_ce", "is 0, and no other loss would be trained on", fix)
     keys = getattr(model, "metric_keys", ())
-    if isinstance(keys, str) or any(map(is_built_in, keys)):
+    is_fit = isinstance(keys, tuple | list) and all(isinstance(each, str) for each in keys)
+    if not is_fit or any(map(is_built_in, keys)):
         problem = f"{type(model).__name__}.metric_keys is {keys!r}"
         raise UserError("model.target", problem, "make it a tuple of names that the trainer has no metric of")
     return AuxiliaryLosses(found, keys)
