@@ -158,7 +158,8 @@ def build_custom(
         parameters = counted(len(left), "parameter")
         problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
-    if isinstance(optimizer, torch.optim.SGD) and any(each.get("fused") for each in optimizer.param_groups):
+    is_fused = any(each.get("fused") for each in optimizer.param_groups)
+    if is_fused and issubclass(type(optimizer), torch.optim.SGD):
         keep_buffers(optimizer)  # those without momentum leave them alone
     built: Any = optimizer  # see `group_counters`
     built.built_groups = [plain_values(group) for group in optimizer.param_groups]

@@ -32,7 +32,6 @@ from trainer.lab.contracts.subject import (
     one_line,
     private_copy,
     seed_generators,
-    shape_of,
 )
 from trainer.lab.contracts.trial import (
     CHECKS,
@@ -115,7 +114,7 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     model = private_copy(model)
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)
-    working = Subject(model, dtype=given)
+    working = Subject(model, request.vocab_size, given)
     _check_forward(replace(working, autocast=request.autocast), request)
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     try:
@@ -160,27 +159,9 @@ def _check_forward(subject: Subject, request: Request) -> None:
             state = [1, width] if width else None
             inputs = f"tokens {[1, length]} and state {state}" + ", and a reset within the row" * request.resets
             raise CallFailed(f"its forward fails{where} with {inputs}: {text}") from error
-        problem = _mismatch(output, length, request.vocab_size, width)
-        problem = problem or _loss_mismatch(model, output, length)
+        problem = subject.mismatch(output, tokens) or _loss_mismatch(model, output, length)
         if problem:
             raise CallFailed(f"its forward returns{where} {problem}{_place_of_forward(model)}")
-
-
-def _mismatch(output: Any, length: int, vocab_size: int, width: int) -> str:
-    """The problem of an output for one row; empty if there is none."""
-    if not hasattr(output, "logits") or not hasattr(output, "state"):
-        return f"a {type(output).__name__} without .logits and .state"
-    logits, state = shape_of(output.logits), shape_of(output.state)
-    # More columns than ids do no harm: some pad the vocabulary.
-    has_rank = isinstance(logits, list) and len(logits) == 3
-    if not has_rank or logits[:2] != [1, length] or logits[2] < vocab_size:
-        return f"logits {logits} for tokens [1, {length}], not {[1, length, vocab_size]}"
-    if width and state != [1, width]:
-        return f"a state {state} for one row, not [1, {width}], its state_width"
-    if width and not output.state.is_floating_point():
-        dtype = dtype_name(output.state.dtype)
-        return f"a state of {dtype}: leave out state_width, and it is carried exactly"
-    return ""
 
 
 def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:

@@ -49,6 +49,7 @@ class Subject:
     """Calls a copy of the model, as it says."""
 
     model: nn.Module
+    vocab_size: int
     dtype: torch.dtype  # of parameters and states
     autocast: torch.dtype | None = None
     training: bool = True
@@ -101,7 +102,7 @@ class Subject:
 
     def __call__(self, tokens: Tensor, state: Tensor | None, resets: Tensor | None = None) -> Result:
         """Run a forward with tokens [B, T]; a state is given as the ledger holds it. Raises
-        CallFailed: the model raised, or returned something else than logits and state."""
+        CallFailed: the model raised, or returned something else than logits and state, of these rows."""
         model = self.model
         if not self.is_pure:
             model = self.fresh()
@@ -115,19 +116,37 @@ class Subject:
             given["resets"] = resets.to(self.device, copy=True)
         try:
             output = self.forward(model, given)
-            logits, found = output.logits, output.state
+            if problem := self.mismatch(output, tokens):
+                raise ValueError(f"it returns {problem}")
         except torch.OutOfMemoryError as error:
             raise NotTestable("the device has too little memory") from error
         except Exception as error:  # what a user's model raises can be anything
             where = f"forward fails with tokens {list(tokens.shape)}"
             raise CallFailed(f"{where}: {one_line(error)}") from error
-        end = found if isinstance(found, Tensor) and self.width else None
+        logits, end = output.logits, output.state if self.width else None
         if self.backward:
             return Result(logits, end)
         if end is not None:  # the next call may write into a buffer of the model's own
             end = end.detach().clone()
         exact = logits.detach().to(torch.float64, copy=True)
         return Result(exact, end, self._written(given, tokens, state))
+
+    def mismatch(self, output: Any, tokens: Tensor) -> str:
+        """The problem of an output for tokens [B, T]; empty if there is none."""
+        if not hasattr(output, "logits") or not hasattr(output, "state"):
+            return f"a {type(output).__name__} without .logits and .state"
+        rows, length = given = list(tokens.shape)
+        logits, state, wanted = shape_of(output.logits), shape_of(output.state), [rows, self.width]
+        # More columns than ids do no harm: some pad the vocabulary.
+        has_rank = isinstance(logits, list) and len(logits) == 3
+        if not has_rank or logits[:2] != given or logits[2] < self.vocab_size:
+            return f"logits {logits} for tokens {given}, not {[rows, length, self.vocab_size]}"
+        if self.width and state != wanted:
+            return f"a state {state} for tokens {given}, not {wanted} as state_width says"
+        if self.width and not output.state.is_floating_point():
+            dtype = dtype_name(output.state.dtype)
+            return f"a state of {dtype}: leave out state_width, and it is carried exactly"
+        return ""
 
     def _written(self, given: dict[str, Any], tokens: Tensor, state: Tensor | None) -> str:
         """Which of the arguments `given` the forward has changed, in place."""

@@ -192,6 +192,8 @@ def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
 def make_trial(subject: Subject, request: Request) -> Trial:
     """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
     takes none (as of the training length); NotTestable: its logits are constant or not finite."""
+    if request.vocab_size < 2:
+        raise NotTestable("there is only one token id, which nothing can replace")
     trial = _with_cell_length(subject, request)
     tokens, zeros = trial.tokens(), subject.zeros(ROWS)
     whole = subject(tokens, zeros).logits
