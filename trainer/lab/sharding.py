@@ -144,9 +144,11 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
 
 def output_layer(model: nn.Module) -> nn.Linear:
     """The layer that gives the logits: `model.get_output_embeddings()`, or `model.head`."""
-    getter = getattr(model, "get_output_embeddings", None)
-    layer = getattr(model, "head", None) if getter is None else getter()
+    layer, name = getattr(model, "head", None), "head"
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    if getter is not None:
+        layer, name = getter(), "get_output_embeddings()"
     if not isinstance(layer, nn.Linear):
-        problem = f"the model's output layer is not known ({type(model).__name__} has no nn.Linear named head)"
+        problem = f"needs the output layer, and {type(model).__name__}.{name} is a {type(layer).__name__}, no nn.Linear"
         raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
     return layer

@@ -154,6 +154,6 @@ def build(
     kv_heads = kv_heads or heads
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads, kv_heads))
     if dim // heads % 2:
-        problem = f"gives {heads} heads an odd width of {dim // heads}"
-        raise UserError("model.dim", problem, "choose another size")
+        problem = f"is {heads}, which gives each an odd width of {dim // heads}"
+        raise UserError("model.args.heads", problem, "choose it and model.dim so that dim / heads is even")
     return Transformer(heads=heads, kv_heads=kv_heads, **sizes)
