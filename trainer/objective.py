@@ -28,7 +28,6 @@ class ObjectiveError(RuntimeError):
     """
 
     def __init__(self, component: str, problem: str, meta: object) -> None:
-        self.component, self.problem, self.meta = component, problem, meta
         batch = "unknown" if meta is None else meta
         super().__init__(f"objective component {component}: {problem}; batch: {batch}")
 
@@ -149,7 +148,6 @@ class Objective:
         vocab_size: int = 0,
     ) -> None:
         self._options, self._own, self._vocab_size = options, own, vocab_size
-        self._has_built_in = bool(options.token_ce or options.z_loss or options.coord is not None)
 
     def __call__(self, logits: Tensor, targets: Tensor, *, meta: object = None) -> ObjectiveOutput:
         """The loss of logits [B, T, V] against targets int64 [B, T] (`IGNORED` where masked), or of a
@@ -168,7 +166,7 @@ class Objective:
             num_tokens = is_known(targets).sum()
         if self._own is not None:
             terms["own"], token_loss = self._custom(self._own, logits, targets, num_tokens)
-        elif self._has_built_in:
+        elif options.token_ce or options.z_loss or options.coord is not None:
             if targets.is_floating_point():
                 fix = "name a loss of numbers (docs/mixing.md#data-of-your-own), or give ids as integers"
                 raise UserError("objective.target", "is not set, and the targets are floats", fix)

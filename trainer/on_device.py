@@ -96,13 +96,12 @@ def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
     The first step creates the optimizer's state, even if it is bad; see `optimizer.keep_buffers`.
     """
-    guarded: object = optimizer
-    # torch knows the attribute, its types do not.
-    setattr(guarded, "found_inf", is_bad.float())  # noqa: B010
+    guarded: Any = optimizer  # torch knows the attribute, its types do not
+    guarded.found_inf = is_bad.float()
     try:
         optimizer.step()
     finally:
-        delattr(guarded, "found_inf")
+        del guarded.found_inf
 
 
 def scale_gradients(gradients: list[Tensor], loss_factor: Tensor, grad_sq: Tensor, limit: float) -> None:

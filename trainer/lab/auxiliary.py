@@ -66,9 +66,7 @@ def shape_problem(name: str, value: Any, by: By, shape: Sequence[int]) -> str:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return f"the loss {name} as a {getattr(value, 'dtype', type(value).__name__)}, not as a tensor of floats"
     rows, length = shape
-    fitting = [[rows, length], []]
-    if by == "rows":
-        fitting = [[rows]]
+    fitting = {"tokens": [[rows, length], []], "rows": [[rows]]}[by]
     if list(value.shape) in fitting:
         return ""
     wanted = " or ".join(map(str, fitting))

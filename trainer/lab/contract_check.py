@@ -90,30 +90,25 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
         if accepted is not None and is_read_here:
             refuse_align(plan, model, accepted)
             check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
-        micro = first_batch(model, plan.config, plan.vocab_size)
-        autocast = AUTOCAST[plan.config.train.precision]
-        judge = partial(check_model, autocast=autocast, rows=evaluated_rows(plan))
         resets = accepted is not None and "resets" in accepted
         if is_read_here:
             resets = runs_on(plan, model)
+        autocast, rows = AUTOCAST[plan.config.train.precision], evaluated_rows(plan)
+        judge = partial(check_model, autocast=autocast, rows=rows, resets=resets)
+        micro = first_batch(model, plan.config, plan.vocab_size)
         if micro is None:
-            report = judge(model, vocab_size=plan.vocab_size, build=build, seq_len=tokens, resets=resets)
+            report = judge(model, vocab_size=plan.vocab_size, build=build, seq_len=tokens)
         else:
-            judged = OnPositions(model, micro)
+            judged, length = OnPositions(model, micro), micro.targets.shape[1]
             report = judge(
-                judged,
-                vocab_size=judged.num,
-                build=lambda: OnPositions(build().to(device), micro),
-                seq_len=micro.targets.shape[1],
-                resets=resets,
+                judged, vocab_size=judged.num, build=lambda: OnPositions(build().to(device), micro), seq_len=length
             )
         if micro is not None or (plan.config.objective.target and report["forward"].status == "held"):
             _check_loss(plan, model, micro, device)
     if is_full:  # nothing to add to what was checked
         return report
-    reduction = f"at dim {size.dim} and {size.num_layers} layers"
-    how = f"{report.how}, {reduction} instead of {table.dim} and {table.num_layers}"
-    return replace(report, how=how)
+    how = f"{report.how}, at dim {size.dim} and {size.num_layers} layers"
+    return replace(report, how=f"{how} instead of {table.dim} and {table.num_layers}")
 
 
 def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: torch.device) -> None:

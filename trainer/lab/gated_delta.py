@@ -48,7 +48,7 @@ SMALL = 1e-6  # added to the squared norm of keys and queries, as fla and transf
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 LayerState = dict[str, Tensor]
-"""`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the inputs of the short convolution that the next cell sees."""
+"""`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the last inputs of the short convolution."""
 
 
 def gated_delta_rule(
@@ -77,7 +77,7 @@ def gated_delta_rule(
     padding = -length % chunk
 
     def in_chunks(part: Tensor) -> Tensor:
-        """[R, N, C, .] of [B, H, T, .], R = B H; padded by positions that change nothing: a = 1, b = 0."""
+        """[R, N, C, .] of [B, H, T, .], R = B H; padding changes nothing: a = 1, b = 0."""
         if padding:
             part = F.pad(part, (0, 0, 0, padding))
         return torch.unflatten(part.to(state.dtype), 2, (-1, chunk)).flatten(0, 1).contiguous()
@@ -89,7 +89,7 @@ def gated_delta_rule(
 
 
 def chunk_length(length: int, most: int = CHUNK) -> int:
-    """Positions of a row that are solved together: chunks of about equal length, since padding costs as much as tokens."""
+    """Positions of a row that are solved together: about equal chunks, since padding costs time."""
     even = -(-length // -(-length // most))
     return min(length, most, -(-even // 8) * 8)  # multiples of 8 suit vector instructions
 
@@ -97,7 +97,7 @@ def chunk_length(length: int, most: int = CHUNK) -> int:
 def _over_chunks(
     q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, b: Tensor, state: Tensor, document: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The outputs [R, N, C, V] of N chunks and the state after them; `since_start`: sums of log a, [R, N, C]."""
+    """Outputs [R, N, C, V] of N chunks, and the state after; `since_start`: sums of log a, [R, N, C]."""
     # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms
     # cancel. Torch has none for meta tensors.
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
@@ -131,7 +131,7 @@ HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
 
 
 def refusal(triton: str, capability: int, width: int) -> str:
-    """Why the kernels must not run for heads of a width on devices of a (major) capability; empty where they are right."""
+    """Why the kernels are wrong for heads of a width on a (major) capability; empty: they are right."""
     if capability == HOPPER and tuple(map(int, re.findall(r"\d+", triton)[:3])) < HOPPER_TRITON:
         return f"Triton {triton} refuses gradients on Hopper (fla-org/flash-linear-attention#640): use Triton 3.7.1"
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
@@ -219,7 +219,7 @@ def kernel_rule(
     state: Tensor,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` by the kernels; products have the type of autocast, if it is on, and sums are in float32."""
+    """`gated_delta_rule` by the kernels: products in the type of autocast if on, sums in float32."""
     kind = queries.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else queries.dtype
     if resets is not None:
@@ -239,7 +239,7 @@ def rule(queries: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 class DeltaMixer(nn.Module):
-    """Temporal mixing by the layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys."""
+    """The layer of Yang et al. 2024 (arXiv 2412.06464, figure 1), with values as wide as keys."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class DeltaMixer(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's global generator; `residual_scale` applies to the output projection."""
+        """Draw all parameters; `residual_scale` applies to the output projection."""
         for linear in (self.inputs, self.gates, self.output_gate):
             init_matrix(linear.weight)
         init_matrix(self.out.weight, residual_scale)
@@ -285,7 +285,7 @@ class DeltaMixer(nn.Module):
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
     def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values [B, H, T, K] of projections [B, T, 3 D], and `recent` for what follows, in its type."""
+        """Queries, keys, values [B, H, T, K] of projections [B, T, 3 D]; `recent` for what follows."""
         convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
         parts = F.silu(convolved).chunk(3, dim=-1)
         queries, keys, values = (torch.unflatten(part, -1, (self.heads, -1)).transpose(1, 2) for part in parts)
@@ -293,7 +293,7 @@ class DeltaMixer(nn.Module):
 
 
 def normalized(x: Tensor) -> Tensor:
-    """x [..., K] with norm 1, or smaller where it is near zero: the gradient stays finite there, unlike that of x / |x|."""
+    """x [..., K] with norm 1, less near zero: the gradient stays finite there, unlike that of x / |x|."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + SMALL)
 
 
@@ -364,7 +364,7 @@ class GatedDelta(LanguageModel):
     def forward(
         self, tokens: Tensor, state: list[LayerState] | None = None, resets: Tensor | None = None
     ) -> ModelOutput:
-        """Predict from tokens [B, T], starting from the layers' states (None: zero); as `RecurrentEncoder`."""
+        """Predict from tokens [B, T] and the layers' states (None: zero); as `RecurrentEncoder`."""
         x = self.embedding(tokens)  # [B, T, D]
         ends: list[LayerState] = []
         for number, block in enumerate(self.blocks):

@@ -39,7 +39,7 @@ class HuggingFace(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         references_on_cpu(model)
-        self.model = model
+        self.model: Any = model
         taken = inspect.signature(model.forward).parameters
         # Without this key of its config a mixture of experts does not compute its loss.
         self.loss_keys: dict[str, str] = {}
@@ -62,15 +62,13 @@ class HuggingFace(nn.Module):
         return ModelOutput(output.logits, [value for _, value in held], losses)  # type: ignore[arg-type]
 
     def get_output_embeddings(self) -> nn.Module:
-        model: Any = self.model
-        return model.get_output_embeddings()  # type: ignore[no-any-return]
+        return self.model.get_output_embeddings()  # type: ignore[no-any-return]
 
     def save_pretrained(self, directory: Path) -> None:
         save(self.model, directory)
 
     def _new_cache(self) -> Any:
-        config: Any = self.model.config
-        cache = without_attention(package().DynamicCache(config=config))
+        cache = without_attention(package().DynamicCache(config=self.model.config))
         for layer in cache.layers:  # copies in place would keep gradients from flowing
             layer.update_recurrent_state = _assigning(layer)
         return cache

@@ -231,10 +231,7 @@ class _SumOfChunks(torch.autograd.Function):
                 sums = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in found]
             del found  # before the next chunk's gradients exist
         of_trained = iter(sums)
-        grad_weights: list[Tensor | None] = [None] * len(leaves)
-        for index, is_needed in enumerate(needs):
-            if is_needed:
-                grad_weights[index] = next(of_trained)
+        grad_weights = (next(of_trained) if is_needed else None for is_needed in needs)
         return None, None, None, grad_hidden, None, *grad_weights
 
 

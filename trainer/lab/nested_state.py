@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -92,9 +93,7 @@ class NestLayout:
         if spec != self._spec or [tuple(each.shape[1:]) for each in tensors] != [leaf.shape for leaf in self.leaves]:
             raise ValueError(f"a state of another layout than {self}")
         rows = [leaf.to_rows(tensor) for leaf, tensor in zip(self.leaves, tensors, strict=True)]
-        dtype = torch.float32
-        for each in rows:
-            dtype = torch.promote_types(dtype, each.dtype)
+        dtype = reduce(torch.promote_types, (each.dtype for each in rows), torch.float32)
         return torch.cat([each.to(dtype) for each in rows], dim=1)
 
     def unflatten(self, rows: Tensor) -> Any:
@@ -214,13 +213,8 @@ class TorchRnn(nn.Module):
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
-        self.num_layers, self.dim, self.vocab_size = num_layers, dim, vocab_size
-        self.gates = 4 if kind == "LSTM" else 3
-        if num_layers == 1:
-            dropout = 0.0  # there is nothing between layers, of which torch would warn
         self.embedding = nn.Embedding(vocab_size, dim)
-        make = getattr(nn, kind)
-        self.rnn = make(dim, dim, num_layers=num_layers, dropout=dropout, batch_first=True)
+        self.rnn = getattr(nn, kind)(dim, dim, num_layers=num_layers, dropout=dropout, batch_first=True)
         self.head = nn.Linear(dim, vocab_size)
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         if tie_embeddings:
@@ -240,4 +234,5 @@ class TorchRnn(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations per trained token: 6 per weight of a matrix product."""
-        return 6.0 * (self.num_layers * self.gates * 2 * self.dim**2 + self.dim * self.vocab_size)
+        weights = [*self.rnn.parameters(), self.head.weight]
+        return 6.0 * sum(int(each.numel()) for each in weights if each.ndim == 2)

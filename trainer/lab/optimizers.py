@@ -1,4 +1,4 @@
-"""Optimizers beyond the core: Muon (Jordan et al., 2024) with AdamW for other parameters, and custom ones.
+"""More optimizers: Muon (Jordan et al., 2024) with AdamW for other parameters, and custom ones.
 
 It could go if torch's Muon skipped a step on the device, and took shards.
 """
@@ -36,14 +36,14 @@ def is_for_muon(group: ParameterGroup) -> bool:
 
 
 class Skipping:
-    """A step of it changes nothing where `found_inf` is above 0 (float [], on the device; see `step_unless`)."""
+    """Takes steps that change nothing where `found_inf`, a float on the device, is above 0."""
 
     _step_supports_amp_scaling = True
     found_inf = torch.zeros(())
 
 
 class SkippingMuon(Skipping, torch.optim.Muon):
-    """torch's Muon. A skipped step is computed and reverted, so that the host never asks the device.
+    """torch's Muon. A skipped step is computed and reverted: the host never asks the device.
 
     Of a sharded matrix, each rank orthogonalizes the whole and keeps its rows.
     """

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self, residual_scale: float) -> None:
-        """Draw all parameters from torch's generator; `residual_scale` scales the output."""
+        """Draw all parameters; `residual_scale` applies to the output projection."""
         init_matrix(self.inputs.weight)
         init_matrix(self.out.weight, residual_scale)
 
@@ -82,7 +82,7 @@ class Transformer(LanguageModel):
         self.head_dim, self.kv_dim = self.dim // heads, self.dim // heads * kv_heads
 
     def forward(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
-        """Predict from tokens [B, T], without a state; `resets`: bool [B, T], begins of documents."""
+        """Predict from tokens [B, T]; `resets`: bool [B, T], begins of documents."""
         x = self.embedding(tokens)  # [B, T, D]
         rotation = rotations(tokens.shape[1], self.head_dim, x)
         mask: Mask = None
@@ -155,5 +155,5 @@ def build(
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads, kv_heads))
     if dim // heads % 2:
         problem = f"is {heads}, which gives each an odd width of {dim // heads}"
-        raise UserError("model.args.heads", problem, "choose it and model.dim so that dim / heads is even")
+        raise UserError("model.args.heads", problem, "choose it so that dim / heads is even")
     return Transformer(heads=heads, kv_heads=kv_heads, **sizes)

@@ -47,32 +47,23 @@ class SequenceModel(Protocol):
     """A `torch.nn.Module` that predicts the next token and may carry a state from cell to cell.
 
     A model with `state_width == 0` has no state: it receives `state=None` and returns `state=None`.
-    A model that lacks the attribute and returns no state breaks its contract (docs/contracts.md).
+    Without the attribute, `[model] target` and `family` determine it from a forward pass, and the
+    state may be any nest of tensors (docs/contracts.md: it must then return one).
 
-    Required: a `torch.nn.Module` with `state_width` and a `forward` that takes `tokens` and `state`
-    by name and returns an object with `.logits` and `.state`. Without `state_width`, `[model]
-    target` and `family` determine it, and the state may be any nest of tensors. `train check` runs
-    one forward pass.
-
-    Optional: `flops_per_token` (MFU is logged only with it); `resets`, passed where rows hold
-    several documents; `resets_in_one_pass = True` if such rows run at one shape and cost no more
-    than others; `loss_keys` and `metric_keys`, the names of the output's losses and metrics.
+    Optional: `flops_per_token(seq_len)`, the FLOPs per trained token of both passes, a multiply-add
+    counted as two (MFU is logged only with it); `resets` in `forward`, passed by name and only where
+    documents begin within rows; `resets_in_one_pass = True` if such rows run at one shape and cost no
+    more than others; `loss_keys` and `metric_keys`, the names of the output's losses and metrics.
     """
 
     state_width: int
     """Size of one group's state; 0: the model has no state."""
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs per trained token, both passes; a multiply-add counts as two. Optional."""
-        ...
-
     def __call__(self, tokens: Tensor, state: Tensor | None = None, resets: Tensor | None = None) -> ModelOutput:
         """Run `tokens` (int64 [B, T]; series: floats [B, T, F]) from `state` ([B, state_width] or None).
 
         `resets` (bool [B, T]; None: nowhere) is True at a document's first token, also the first of
-        a row: before that token the state is set to zero.
-        Optional: it is passed by name and only where documents begin within rows, so a model for
-        other data need not accept it.
+        a row: before that token the state is set to zero. Tokens and state are passed by name, too.
         """
         ...
 

@@ -11,7 +11,6 @@ direction instead of about a thousand elementwise ones. On CUDA, gates and scan 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from typing import Any, Final
@@ -20,10 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.metrics.logger import get_logger
 from trainer.model.protocol import GATE_SHARPNESS
-
-logger = get_logger(__name__)
 
 HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +28,7 @@ KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 def gated_scan(
     recurrence_gate: Tensor, input_gate: Tensor, x: Tensor, decay: Tensor, resets: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the RG-LRU over time, by Triton kernels on CUDA.
+    """Run the RG-LRU over time, on CUDA by Triton kernels if Triton is installed.
 
     `log a = -c * softplus(Lambda) * sigmoid(r)` and `b = sqrt(1 - a^2) * sigmoid(i) * x`. `a_t = 0`
     is an exact reset to zero: no value or gradient passes it.
@@ -51,20 +47,13 @@ def gated_scan(
     Returns:
         h [B, T, D] in x's dtype, and the final state [B, D] in float32 or wider.
     """
-    if x.is_cuda and x.dtype in KERNEL_DTYPES:
-        if HAS_TRITON:
-            return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
-        _warn_of_plain_scan()  # never in a compiled graph: torch.compile needs Triton for CUDA, too
+    if HAS_TRITON and x.is_cuda and x.dtype in KERNEL_DTYPES:
+        return fused_scan(recurrence_gate, input_gate, x, decay, resets, state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     rate = -GATE_SHARPNESS * F.softplus(decay.to(dtype))
     gates = recurrence_gate.to(dtype), input_gate.to(dtype)
     h: Tensor = _GatedScan.apply(*gates, x, state.to(dtype), rate, resets)  # type: ignore[no-untyped-call]
     return h.to(x.dtype), h[:, -1]
-
-
-@functools.cache
-def _warn_of_plain_scan() -> None:
-    logger.warning("triton is not installed (extra: cuda): the gated recurrence runs as many small kernels")
 
 
 class _GatedScan(torch.autograd.Function):

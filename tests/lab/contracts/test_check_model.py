@@ -75,9 +75,7 @@ def test_an_honest_model_is_judged_fully_and_not_convicted_at_any_precision(name
     report = check_model(model, vocab_size=VOCAB, seq_len=16, autocast=torch.bfloat16 if how == "bf16" else None)
     assert report.breaches == [], report
     if how in ("", "bf16"):
-        held = {"forward", "purity", "causality", "isolation"} | (
-            {"carry"} if getattr(model, "state_width", 1) else set()
-        )
+        held = {"forward", "purity", "causality", "isolation", *["carry"] * bool(getattr(model, "state_width", 1))}
         assert {each.check for each in report.verdicts if each.status == "held"} >= held, report
     if name == "gru":  # nor does the precision hide a breach
         broken = made(DropState)

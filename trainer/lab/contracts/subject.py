@@ -102,7 +102,7 @@ class Subject:
 
     def __call__(self, tokens: Tensor, state: Tensor | None, resets: Tensor | None = None) -> Result:
         """Run a forward with tokens [B, T]; a state is given as the ledger holds it. Raises
-        CallFailed: the model raised, or returned something else than logits and state, of these rows."""
+        CallFailed: the model raised, or its output does not fit the tokens."""
         model = self.model
         if not self.is_pure:
             model = self.fresh()
