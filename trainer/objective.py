@@ -184,11 +184,14 @@ class Objective:
                 terms["coord"] = coord(prepared, options.coord, meta)
         if has_scores:
             is_correct = logits.detach().argmax(-1) == targets
-        sums = [term.sum for term in terms.values()] or [torch.zeros((), device=targets.device)]
+        sums, parts = [], {}
+        for name, term in terms.items():
+            sums.append(term.sum)
+            parts[name] = Term(term.sum.detach(), term.num_tokens)
         return ObjectiveOutput(
-            loss_sum=torch.stack(sums).sum(),
+            loss_sum=torch.stack(sums or [torch.zeros((), device=targets.device)]).sum(),
             num_tokens=num_tokens,
-            parts={name: Term(term.sum.detach(), term.num_tokens) for name, term in terms.items()},
+            parts=parts,
             token_loss=token_loss if token_loss is None else token_loss.detach(),
             is_correct=is_correct,
         )

@@ -214,9 +214,7 @@ def find_size(
 
 
 def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> None:
-    """Refuse rows of several documents for a model (with these inputs) that would run from one into
-    the next. Raises UserError.
-    """
+    """Raises UserError: rows hold several documents, and the inputs of the model no `resets`."""
     if runs_on(plan, model) and "resets" not in accepted:
         _, name, *_ = resolve_builder(plan.config.model, plan.parts)
         problem = f"documents share a row, and {name} takes no resets, which keep them apart"
@@ -225,8 +223,7 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
 
 
 def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int) -> Any:
-    """The output for one row of a few tokens with ids under `below`, or of a cell of `seq_len`
-    tokens if the model takes no such row."""
+    """The output for a row of a few ids under `below`; of `seq_len` if the model takes no such row."""
     few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
     try:
         return model(tokens=few, state=None)

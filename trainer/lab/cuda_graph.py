@@ -138,8 +138,7 @@ class MicroGraphs:
     ) -> tuple[Tensor | None, ObjectiveOutput]:
         if self._stream is None:
             return step.run_micro(micro, state, kappa)
-        # The nodes in which gradients are added up belong to the stream on which they are first
-        # used.
+        # The nodes that add up gradients belong to the stream on which they are first used.
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):

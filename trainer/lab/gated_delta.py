@@ -298,12 +298,10 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def short_convolution(x: Tensor, taps: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`y_t = sum_j taps_j x_{t-j}` per channel of x [B, T, D], over the positions of the same
-    document.
+    """`y_t = sum_j taps_j x_{t-j}` per channel of x [B, T, D], within documents.
 
-    `taps`: [J, D], the weight of x_t first. `recent`: x of the J - 1 positions before the row, [B,
-    J - 1, D], zeros where the document has none. Returns y [B, T, D], and `recent` for what
-    follows.
+    `taps`: [J, D], the weight of x_t first. `recent`: x before the row, [B, J - 1, D], zeros where
+    the document has none. Returns y [B, T, D], and `recent` for what follows.
     """
     before, length = taps.shape[0] - 1, x.shape[1]
     whole = torch.cat([recent, x], dim=1)  # [B, J - 1 + T, D]

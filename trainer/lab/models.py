@@ -84,7 +84,7 @@ def in_chunks(plan: Plan, model: nn.Module, loss: Objective, device: torch.devic
 class Headless(nn.Module):
     """A model whose output has, instead of logits, what enters its output layer `head`: [B, T, D].
 
-    The head must be the last that a forward computes. Without this wrapper, all is as before.
+    The head must be the last that a forward computes.
     """
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from trainer.data.loader import MicroBatch
 from trainer.errors import UserError
 from trainer.import_path import users_code
+from trainer.model.encoder import check_sizes
 from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
 
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
@@ -127,9 +128,8 @@ def carry_flat(model: nn.Module, *, seq_len: int | None = None, micro: MicroBatc
         try:
             layout, other = map(NestLayout, states)
             sizes = [len(pytree.tree_leaves(state)[0]) for state in states]
-            for leaf, again in zip(layout.leaves, other.leaves, strict=True):
-                if leaf.shape != again.shape or sizes != [*TRIED_ROWS]:
-                    raise ValueError(f"{leaf.path} has the batch in another dimension than the first, or in none")
+            if str(layout) != str(other) or sizes != [*TRIED_ROWS]:
+                raise ValueError(f"{layout} has the batch in another dimension than the first, or in none")
         except ValueError as error:
             fix = "return tensors [B, ...], in any nest of tuples, lists and dicts"
             raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
@@ -162,8 +162,7 @@ def shapes_of(micro: MicroBatch) -> str:
 
 @torch.no_grad()
 def _first_states(model: nn.Module, seq_len: int | None, micro: MicroBatch | None) -> list[Any]:
-    """The states after rows of the first batch, or of the first length that the model takes, for each
-    of `TRIED_ROWS`."""
+    """The states after `TRIED_ROWS` of the first batch, or of the first length that the model takes."""
     if micro is not None:
         with users_code("model.target", f"forward fails on {shapes_of(micro)}"):
             return [model(**some_rows(micro, rows), state=None).state for rows in TRIED_ROWS]
@@ -199,8 +198,7 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; cells of a group
-    continue from h (and c)."""
+    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; the state is h (and c)."""
 
     def __init__(
         self,
@@ -213,6 +211,7 @@ class TorchRnn(nn.Module):
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(vocab_size, dim, num_layers, 1.0, tie_embeddings)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.rnn = getattr(nn, kind)(dim, dim, num_layers=num_layers, dropout=dropout, batch_first=True)
         self.head = nn.Linear(dim, vocab_size)

@@ -99,8 +99,7 @@ class Transformer(LanguageModel):
         """FLOPs per trained token: 6 per weight of a matrix product, and 12 * `seq_len` * `dim` per
         layer: attention's two products over the whole row, as Chowdhery et al. 2022 (PaLM, appendix
         B) count them, with the half that the mask makes superfluous."""
-        mixing = 2 * self.dim**2 + 2 * self.dim * self.kv_dim
-        per_layer = mixing + 3 * self.dim * self.hidden
+        per_layer = 2 * self.dim**2 + 2 * self.dim * self.kv_dim + 3 * self.dim * self.hidden
         weights = self.num_layers * per_layer + self.dim * self.vocab_size
         return 6.0 * weights + 12.0 * self.num_layers * seq_len * self.dim
 

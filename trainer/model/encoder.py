@@ -93,14 +93,17 @@ def check_sizes(
     """
     hidden = round(mlp_ratio * dim)
     sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
+    problems = {}
     for name, size in {**sizes, "args.mlp_ratio": hidden}.items():
         if size < 1:
-            problem = f"gives a size of {size}; it must be >= 1"
-            raise UserError(f"model.{name}", problem, "choose another size")
-    for name, part, whole in zip(("heads", "kv_heads"), heads, (dim, *heads), strict=False):
+            problems[name] = f"gives a size of {size}; it must be >= 1"
+    for name, part, whole in zip(("args.heads", "args.kv_heads"), heads, (dim, *heads), strict=False):
         if part < 1 or whole % part:
-            problem = f"is {part}, which does not divide {whole}"
-            raise UserError(f"model.args.{name}", problem, "choose another size")
+            problems[name] = f"is {part}, which does not divide {whole}"
+    if not isinstance(tie_embeddings, bool):  # a text, such as "no", would count as true
+        problems["args.tie_embeddings"] = f"is {tie_embeddings!r}, neither true nor false"
+    for name, problem in problems.items():
+        raise UserError(f"model.{name}", problem, "choose another value")
     return {**sizes, "hidden": hidden, "tie_embeddings": tie_embeddings}
 
 

@@ -21,17 +21,14 @@ class Family:
     least_tokens: int = 1
 
 
-def _hugging_face(model_type: str, *, least_tokens: int = 1) -> Family:
-    return Family("hugging_face", {"model_type": model_type}, is_own=False, least_tokens=least_tokens)
-
-
 FAMILIES: dict[str, Family] = {
     "rglru": Family("trainer.model.encoder:build"),
     "gated_delta": Family("gated_delta"),
     "transformer": Family("transformer"),
     "gru": Family("torch_rnn", {"kind": "GRU"}, is_own=False),
     "lstm": Family("torch_rnn", {"kind": "LSTM"}, is_own=False),
-    "mamba2": _hugging_face("mamba2", least_tokens=2),
-    "bamba": _hugging_face("bamba", least_tokens=2),
-    **{name: _hugging_face(name) for name in ("lfm2", "qwen3_next", "kimi_linear")},
+    **{
+        name: Family("hugging_face", {"model_type": name}, is_own=False, least_tokens=least)
+        for name, least in {"mamba2": 2, "bamba": 2, "lfm2": 1, "qwen3_next": 1, "kimi_linear": 1}.items()
+    },
 }

@@ -83,9 +83,8 @@ def check_model(
     Runs on a copy, on the model's device: weights, mode, buffers and random generators are left as
     they are. Parts under `torch.compile` run uncompiled.
 
-    `forward(tokens, state)` returns an object with `.logits` and `.state`; without an attribute
-    `state_width` its state may be any nest of tensors [B, ...]. The soak's verdict says what it
-    tried; one that would take long is not begun.
+    Without an attribute `state_width` the state may be any nest of tensors [B, ...]. The soak's
+    verdict says what it tried; one that would take long is not begun.
     """
     started, verdicts = time.perf_counter(), dict[str, Verdict]()
     if resets is None:
@@ -227,8 +226,7 @@ def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
 
 
 def _check_state(trial: Trial) -> Verdict | None:
-    """What `carry` says of a model without a state, of one that takes one length alone, and of the
-    start of a row; None: nothing."""
+    """What `carry` says before rows are cut: of the state, row lengths and start; None: nothing."""
     subject, model = trial.subject, trial.subject.model
     if not subject.width:
         # `carry_flat` found no state in what forward returned.
