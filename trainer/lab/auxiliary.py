@@ -81,7 +81,7 @@ class AuxiliaryLosses(Auxiliary):
         self._declared: dict[str, By] = {name: each.by for name, each in self.losses.items()}
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Find the factor of losses by rows, since the step divides by tokens. All ranks must call it."""
+        """Find the factor of losses by rows: the step divides by tokens. All ranks must call it."""
         weights = [weights_of(micro.targets) for micro in window]
         counts = torch.stack([torch.stack([each.sum(), each.any(dim=1).sum()]) for each in weights]).sum(0)
         if world_size > 1:

@@ -223,7 +223,7 @@ def refuse_align(plan: Plan, model: nn.Module, accepted: Collection[str]) -> Non
 
 
 def run_few_tokens(model: nn.Module, device: torch.device, *, seq_len: int, below: int) -> Any:
-    """The output for a row of a few ids under `below`; of `seq_len` if the model takes no such row."""
+    """The output for a row of a few ids under `below`; of `seq_len` if it takes no such row."""
     few, cell = (torch.arange(length, device=device)[None] % below for length in (FEW_TOKENS, seq_len))
     try:
         return model(tokens=few, state=None)

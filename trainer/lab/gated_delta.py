@@ -48,7 +48,7 @@ SMALL = 1e-6  # added to the squared norm of keys and queries, as fla and transf
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 LayerState = dict[str, Tensor]
-"""`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the last inputs of the short convolution."""
+"""`memory` [B, H, K, V] and `recent` [B, TAPS - 1, 3 D], the last inputs of the convolution."""
 
 
 def gated_delta_rule(
@@ -97,7 +97,7 @@ def chunk_length(length: int, most: int = CHUNK) -> int:
 def _over_chunks(
     q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, b: Tensor, state: Tensor, document: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [R, N, C, V] of N chunks, and the state after; `since_start`: sums of log a, [R, N, C]."""
+    """Outputs [R, N, C, V] of N chunks, and the state; `since_start`: sums of log a, [R, N, C]."""
     # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms
     # cancel. Torch has none for meta tensors.
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
@@ -131,7 +131,7 @@ HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
 
 
 def refusal(triton: str, capability: int, width: int) -> str:
-    """Why the kernels are wrong for heads of a width on a (major) capability; empty: they are right."""
+    """Why the kernels are wrong for a width of heads on a (major) capability; empty: they are not."""
     if capability == HOPPER and tuple(map(int, re.findall(r"\d+", triton)[:3])) < HOPPER_TRITON:
         return f"Triton {triton} refuses gradients on Hopper (fla-org/flash-linear-attention#640): use Triton 3.7.1"
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
@@ -219,7 +219,7 @@ def kernel_rule(
     state: Tensor,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` by the kernels: products in the type of autocast if on, sums in float32."""
+    """`gated_delta_rule` by the kernels: products in autocast's type, if on; sums in float32."""
     kind = queries.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else queries.dtype
     if resets is not None:
@@ -285,7 +285,7 @@ class DeltaMixer(nn.Module):
         return self.out(gate * normed.to(gate.dtype)), {"memory": memory, "recent": last}
 
     def convolve(self, inputs: Tensor, recent: Tensor, resets: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries, keys, values [B, H, T, K] of projections [B, T, 3 D]; `recent` for what follows."""
+        """Queries, keys, values [B, H, T, K] of projections [B, T, 3 D]; `recent` for the next."""
         convolved, last = short_convolution(inputs.to(recent.dtype), self.taps, recent, resets)
         parts = F.silu(convolved).chunk(3, dim=-1)
         queries, keys, values = (torch.unflatten(part, -1, (self.heads, -1)).transpose(1, 2) for part in parts)
@@ -293,7 +293,7 @@ class DeltaMixer(nn.Module):
 
 
 def normalized(x: Tensor) -> Tensor:
-    """x [..., K] with norm 1, less near zero: the gradient stays finite there, unlike that of x / |x|."""
+    """x [..., K] with norm 1, less near zero, where the gradient of x / |x| is not finite."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + SMALL)
 
 

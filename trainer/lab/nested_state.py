@@ -129,7 +129,7 @@ def carry_flat(model: nn.Module, *, seq_len: int | None = None, micro: MicroBatc
             layout, other = map(NestLayout, states)
             sizes = [len(pytree.tree_leaves(state)[0]) for state in states]
             if str(layout) != str(other) or sizes != [*TRIED_ROWS]:
-                raise ValueError(f"{layout} has the batch in another dimension than the first, or in none")
+                raise ValueError(f"{layout} does not have the batch as its first dimension")
         except ValueError as error:
             fix = "return tensors [B, ...], in any nest of tuples, lists and dicts"
             raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
@@ -162,7 +162,7 @@ def shapes_of(micro: MicroBatch) -> str:
 
 @torch.no_grad()
 def _first_states(model: nn.Module, seq_len: int | None, micro: MicroBatch | None) -> list[Any]:
-    """The states after `TRIED_ROWS` of the first batch, or of the first length that the model takes."""
+    """The states after `TRIED_ROWS` of the first batch, or of the first length that is taken."""
     if micro is not None:
         with users_code("model.target", f"forward fails on {shapes_of(micro)}"):
             return [model(**some_rows(micro, rows), state=None).state for rows in TRIED_ROWS]
@@ -198,7 +198,7 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; the state is h (and c)."""
+    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; the state: h (and c)."""
 
     def __init__(
         self,

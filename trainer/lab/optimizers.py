@@ -43,8 +43,8 @@ class Skipping:
 
 
 class SkippingMuon(Skipping, torch.optim.Muon):
-    """torch's Muon; a skipped step is reverted, so that the host never asks the device. Of a sharded
-    matrix, each rank orthogonalizes the whole and keeps its rows."""
+    """torch's Muon; a skipped step is reverted, so that the host never asks the device. Of a
+    sharded matrix, each rank orthogonalizes the whole and keeps its rows."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -149,6 +149,6 @@ def output_layer(model: nn.Module) -> nn.Linear:
     if getter is not None:
         layer, name = getter(), "get_output_embeddings()"
     if not isinstance(layer, nn.Linear):
-        problem = f"needs the output layer, and {type(model).__name__}.{name} is a {type(layer).__name__}, no nn.Linear"
-        raise UserError(CHUNK_KEY, problem, "name it head, or return it from get_output_embeddings(); or set 0")
+        problem = f"the model's {name} is a {type(layer).__name__}, no nn.Linear, which gives its logits"
+        raise UserError(CHUNK_KEY, problem, "name that head, or return it from get_output_embeddings(); or set 0")
     return layer

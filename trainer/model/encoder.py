@@ -100,7 +100,7 @@ def check_sizes(
     for name, part, whole in zip(("args.heads", "args.kv_heads"), heads, (dim, *heads), strict=False):
         if part < 1 or whole % part:
             problems[name] = f"is {part}, which does not divide {whole}"
-    if not isinstance(tie_embeddings, bool):  # a text, such as "no", would count as true
+    if tie_embeddings not in (False, True):  # a text, such as "no", would count as true
         problems["args.tie_embeddings"] = f"is {tie_embeddings!r}, neither true nor false"
     for name, problem in problems.items():
         raise UserError(f"model.{name}", problem, "choose another value")

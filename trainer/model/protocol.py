@@ -51,9 +51,9 @@ class SequenceModel(Protocol):
     state may be any nest of tensors (docs/contracts.md: it must then return one).
 
     Optional: `flops_per_token(seq_len)`, the FLOPs per trained token of both passes, a multiply-add
-    counted as two (MFU is logged only with it); `resets` in `forward`, passed by name and only where
-    documents begin within rows; `resets_in_one_pass = True` if such rows run at one shape and cost no
-    more than others; `loss_keys` and `metric_keys`, the names of the output's losses and metrics.
+    counted as two (MFU needs it); `resets` in `forward`, passed by name and only where documents
+    begin within rows; `resets_in_one_pass = True` if such rows run at one shape and cost no more
+    than others; `loss_keys` and `metric_keys`, the names of the output's losses and metrics.
     """
 
     state_width: int

@@ -131,12 +131,12 @@ def test_a_sum_over_another_number_of_tokens_is_no_loss_and_other_outputs_no_sco
 def test_bins_beyond_the_vocabulary_raise_with_the_component_and_the_batch() -> None:
     objective = Objective(ObjectiveOptions(coord=CoordOptions(first_token=10, num_bins=3, sigma=1.0)))
     logits, targets = batch()
-    with pytest.raises(ObjectiveError, match=r"component coord: bins end at token 12, .* at 11; batch: .\"source"):
+    with pytest.raises(ObjectiveError, match=r"coord: bins end at token 12, .* at 11; batch: .\"source"):
         objective(logits, targets, meta='{"source": "a"}')
 
 
 def test_logits_that_do_not_fit_the_targets_raise() -> None:
-    with pytest.raises(ObjectiveError, match=r"token_ce: logits \(1, 3, 12\) do not fit targets \(1, 4\); batch: unk"):
+    with pytest.raises(ObjectiveError, match=r"token_ce: logits \(1, 3, 12\) .* \(1, 4\); batch: unknown"):
         Objective()(torch.zeros(1, 3, VOCAB), torch.zeros(1, 4, dtype=torch.int64))
 
 

@@ -139,8 +139,8 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
     [
         (("objective.losses.enrgy=1",), "objective.losses.enrgy: the model has no such loss; its loss_keys are energy"),
         (("model.target=own_losses:bad_keys",), "model.target: Regular.loss_keys is ['energy']; make it a dict"),
-        (("model.args.returned=loss",), "model.target: Regular.metric_keys is ['loss']; make it a tuple of names"),
-        (("model.args.returned=1",), "model.target: Regular.metric_keys is [1]; make it a tuple of names"),
+        (("model.args.returned=loss",), "model.target: Regular.metric_keys is ['loss']"),
+        (("model.args.returned=1",), "Regular.metric_keys is [1]; make it a tuple of names"),
         (
             ("objective.token_ce=0", NOTHING),
             "objective.token_ce: is 0, and no other loss would be trained on; set loss_keys",

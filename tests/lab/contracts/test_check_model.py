@@ -69,18 +69,16 @@ def test_an_honest_model_is_judged_fully_and_not_convicted_at_any_precision(name
 
     if how == "no float64":
         monkeypatch.setattr("trainer.lab.contracts.subject.Subject.in_float64", refuse)
-    model = made(HONEST[name])
-    if how == "bf16 weights":
-        model = model.bfloat16()
+    dtype = torch.bfloat16 if how == "bf16 weights" else torch.float32
+    model = made(HONEST[name]).to(dtype)
     report = check_model(model, vocab_size=VOCAB, seq_len=16, autocast=torch.bfloat16 if how == "bf16" else None)
     assert report.breaches == [], report
     if how in ("", "bf16"):
-        held = {"forward", "purity", "causality", "isolation", *["carry"] * bool(getattr(model, "state_width", 1))}
+        held = {"forward", "purity", "causality", "isolation"}
+        held |= {"carry"} if getattr(model, "state_width", 1) else set()
         assert {each.check for each in report.verdicts if each.status == "held"} >= held, report
     if name == "gru":  # nor does the precision hide a breach
-        broken = made(DropState)
-        broken = broken.bfloat16() if how == "bf16 weights" else broken
-        assert check_model(broken, vocab_size=VOCAB)["carry"].status == "broken"
+        assert check_model(made(DropState).to(dtype), vocab_size=VOCAB)["carry"].status == "broken"
 
 
 class StaticBuffer(Gru):
@@ -123,7 +121,7 @@ def test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails():
     ("make", "why"),
     [
         (MUTANTS["raises later"], "boom in my model (tests/support/mutant_models.py:"),
-        (answering(lambda output: output._replace(logits=output.logits[:4])), "it returns logits [4, 64, "),
+        (answering(lambda found: found._replace(logits=found.logits[:4])), "it returns logits [4, 64, "),
     ],
 )
 def test_a_forward_that_fails_after_its_first_calls_is_told_from_a_wrong_interface(make, why):
@@ -230,8 +228,8 @@ class Needs(Gru):
 @pytest.mark.parametrize(
     ("make", "why", "vocab_size"),
     [
-        (answering(lambda output: output._replace(logits=output.logits * 0)), "the same at every position", VOCAB),
-        (answering(lambda output: output._replace(logits=output.logits * math.nan)), "not finite", VOCAB),
+        (answering(lambda found: found._replace(logits=found.logits * 0)), "same at every position", VOCAB),
+        (answering(lambda found: found._replace(logits=found.logits * math.nan)), "not finite", VOCAB),
         (Needs, "needs images", VOCAB),
         (Gru, "only one token id", 1),
     ],

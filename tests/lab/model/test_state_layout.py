@@ -138,9 +138,9 @@ def test_a_state_that_is_missing_later_is_told_as_missing():
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda end: {"sum": end.t()}, r"state\['sum'\] \[2\] has the batch in another dimension than the first"),
-        (lambda end: [end] * len(end), r"has the batch in another dimension than the first"),
-        (lambda end: {"sum": end[0]}, "in another dimension than the first, or in none"),
+        (lambda end: {"sum": end.t()}, r"state\['sum'\] \[2\] does not have the batch as"),
+        (lambda end: [end] * len(end), "does not have the batch as its first"),
+        (lambda end: {"sum": end[0]}, "does not have the batch as its first dimension"),
         (lambda end: (end, 3), r"state\[1\] is a int, not a tensor"),
         (lambda end: (end, torch.zeros(7, 2)), "every tensor needs the batch as its first dimension"),
         (lambda end: [], "it holds no tensor"),

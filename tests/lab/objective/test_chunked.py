@@ -156,5 +156,5 @@ def test_a_model_that_changes_its_logits_is_refused_and_another_is_not():
 
 def test_a_model_whose_output_layer_has_another_name_is_refused():
     model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB))
-    with pytest.raises(UserError, match=r"Sequential.head is a NoneType, no nn.Linear.*get_output_embeddings"):
+    with pytest.raises(UserError, match=r"head is a NoneType, no nn.Linear.*get_output_embeddings"):
         output_layer(model)
