@@ -157,7 +157,9 @@ class LaneBlend(BlendDataset):
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
-        self._lanes = [Lane() for _ in range(rows * self._wanted_sets())]  # set by set
+        num_sets_now = self._wanted_sets()
+        self._fixed_sets = num_sets_now * (len(lane_sets) < 2)  # of all steps; 0: by the size of each
+        self._lanes = [Lane() for _ in range(rows * num_sets_now)]  # set by set
         self._turn = 0  # the set that is read next
         # Where each lane is. Few lanes move in a micro-batch, and each has a state.
         self._lane_places: list[Place | None] = [None] * len(self._lanes)
@@ -217,7 +219,7 @@ class LaneBlend(BlendDataset):
         """The next row of each lane whose turn it is."""
         while True:
             # Another number of sets if the step has another size, or less is left to read.
-            wanted = self._wanted_sets()
+            wanted = self._fixed_sets or self._wanted_sets()
             if not self._waiting and self._largest() < 0:  # nothing begins any more
                 being_read = sum(place is not None for place in self._lane_places)
                 while self._shrinks and 0 < being_read <= self._rows // 2:
@@ -278,8 +280,12 @@ class LaneBlend(BlendDataset):
 
     def _largest(self) -> int:
         """The source with the largest claim that can be read; -1: none can."""
-        can_be_read = (index for index in self._laned if self._open[index][1])
-        return max(can_be_read, key=lambda at: (self._claims[at], self._shares[at]), default=-1)
+        best, most = -1, (-math.inf, 0.0)
+        for index in self._laned:
+            claim = self._claims[index], self._shares[index]
+            if self._open[index][1] and claim > most:
+                best, most = index, claim
+        return best
 
     def _charge(self, index: int, num_tokens: int) -> None:
         """Settle the claims for tokens of a source that are read."""

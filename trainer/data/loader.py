@@ -244,7 +244,9 @@ class Loader:
         targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.
         if not isinstance(targets, Tensor) or targets.device.type == "cpu":
-            is_target = is_known(np.asarray(targets))
+            is_target = np.asarray(targets) != IGNORED
+            if np.asarray(targets).dtype.kind == "f":
+                is_target = is_known(np.asarray(targets))
             num_tokens = np.count_nonzero(is_target)
             if trained is not None:  # the others fill rows, too
                 metrics, num_tokens = {**metrics, TRAINED: trained}, trained[1]

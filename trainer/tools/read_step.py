@@ -56,12 +56,12 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     """
     readable = partial(users_code, str(run_dir), "a checkpoint cannot be read", "name another step")
     saved: Mapping[str, Any] = {}
-    complete = checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
+    run, complete = load_run(run_dir), checkpoint.complete_checkpoints(run_dir / checkpoint.CHECKPOINTS)
     kept = {checkpoint.step_of(path): path for path in complete}
     # The launch that trained the step saved the next checkpoint, if any is left; or it is the last.
     later = min((at for at in kept if at >= step), default=None)
     if later is None:
-        config, environment = load_config(RunDir(run_dir).resolved_config), load_run(run_dir).environment
+        config, environment = load_config(RunDir(run_dir).resolved_config), run.environment
     else:
         with readable():
             saved = checkpoint.read_state(kept[later])
@@ -79,7 +79,6 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     if step <= begun or (step > config.train.steps and not config.train.tokens):
         problem = f"has the steps {begun + 1} to {config.train.steps}, not {step}"
         raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
-    run = load_run(run_dir)
     reached = max(*kept, *run.steps, run.status.get("last_step") or 0, 0)
     if step > reached:  # the last steps of a killed run may have no record
         logger.warning("%s trained %d steps on record; step %d would read:", run_dir, reached, step)
@@ -87,8 +86,7 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         if restart.details.get("changed") and (before or begun) < restart.global_step < (later or math.inf):
             problem = f"has other settings since step {restart.global_step}, and no checkpoint of it"
             raise UserError(str(run_dir), problem, "name a step behind a checkpoint that is left")
-    environment = usable(environment)
-    size = environment.get("world_size") or 1
+    size = usable(environment).get("world_size") or 1
     plan = make_plan(config, size, parts=replace(PARTS, messages=None))
     # A run's beginning has no record of its data: its first checkpoint says what they were.
     witness = state or saved or None
