@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
@@ -30,8 +29,6 @@ class ScheduledWeight(Options):
     """A factor on every value."""
     unit: Literal["batch", "step"] = "batch"
     """What x counts: micro-batches from 0, or optimizer steps from 1."""
-    path: str = field(default="weight", compare=False)
-    """Its name in messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +62,8 @@ class ScheduledWeight(Options):
 class ConstantWeight(ScheduledWeight):
     """The same weight at every batch. Raises UserError unless finite and not negative."""
 
-    def __init__(self, value: float, path: str = "weight") -> None:
-        super().__init__("step", {0: value}, path=path)
+    def __init__(self, value: float) -> None:
+        super().__init__("step", {0: value})
 
 
 Batches = TypeVar("Batches", int, Ints)

@@ -394,8 +394,8 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
     Raises UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of
-    replicas that is not all ranks, without a `process_group`; sharded next to unsharded parameters
-    (`ignored_params`), whose gradients FSDP2 does not average.
+    replicas that is not all ranks, or several ranks without DDP, without a `process_group`; sharded
+    next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not average.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -406,6 +406,9 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
         ddp = next(wrapped, None)
         if ddp is not None:
             process_group = process_group or ddp.process_group
+        elif process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            problem = "not possible with several ranks and a model that DDP does not wrap"
+            raise UserError("gns.enabled", problem, "give the wrapped one, or the process_group that averages gradients")
         return Leaves(parameters, parameters, process_group, is_sharded=False, ddp=ddp)
     try:
         layout, own_group = layout_and_group(parameters)

@@ -160,12 +160,12 @@ def resolve_eval_sources(config: RunConfig) -> list[Source]:
 def source_of(table: SourceTable) -> Source:
     """A source, with its weight and streams. Raises UserError: no files, unless it is off."""
     assert table.include is None, "load_config replaces it"
-    name, key, weight = table.name, f"{table.name}.weight", table.weight
+    name, weight = table.name, table.weight
     spec: ScheduledWeight
     if isinstance(weight, ScheduleTable):
-        spec = ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit, path=key)
+        spec = ScheduledWeight(weight.schedule, weight.points, scale=weight.scale, unit=weight.unit)
     else:
-        spec = ConstantWeight(float(weight), key)
+        spec = ConstantWeight(float(weight))
     try:
         return Source(name, table, spec, _streams(table, f"source {name}"))
     except UserError:

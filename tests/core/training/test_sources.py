@@ -55,7 +55,7 @@ def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_tha
     assert isinstance(deep, ScheduledWeight)
     assert [deep.evaluate(x) for x in (0, 5, 10)] == [6.0, 4.5, 3.0]
     assert [flat.evaluate(x) for x in (0, 5, 10)] == [4.0, 3.0, 2.0]
-    assert own == ConstantWeight(1.0, "own.weight")
+    assert own == ConstantWeight(1.0)
     assert [len(each.streams) for each in found] == [4, 1, 4]
 
 
