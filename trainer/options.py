@@ -119,7 +119,7 @@ class MixingOptions(Options):
     """K: number of streams that a source keeps open at once; 0: full rows: as many as there are
     lanes, up to 256, otherwise 4."""
     pick_mode: PickMode = "weighted"
-    """How to pick a micro-batch's stream. weighted: by the batches left; uniform: equally."""
+    """How to pick the next document's or batch's stream. weighted: by what is left; uniform: equally."""
     batching_mode: BatchingMode = "per_row"
     """per_row: full rows of one document after the other; per_stream: a micro-batch is of one
     stream, which all ranks pick; device_per_stream: each rank picks its own."""

@@ -1,7 +1,7 @@
 """Opening a stream: the documents of a split, and the groups of cells that they are cut into.
 
 A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a
-document, or a run of cells of one that is cut.
+document, or a run of cells of one that is cut. Full rows without `align` end anywhere in a cell.
 """
 
 from __future__ import annotations
