@@ -163,7 +163,7 @@ class Objective:
         has_scores = logits.shape == (*targets.shape, self._vocab_size)
         num_tokens = (targets != IGNORED).sum()
         if targets.is_floating_point():
-            num_tokens = is_known(targets).sum()
+            num_tokens, has_scores = is_known(targets).sum(), False
         if self._own is not None:
             terms["own"], token_loss = self._custom(self._own, logits, targets, num_tokens)
         elif options.token_ce or options.z_loss or options.coord is not None:

@@ -302,7 +302,7 @@ class EvalSourceTable(FilesTable):
     """Number of random micro-batches per rank and evaluation, about; 0: the whole set."""
 
     def as_source(self) -> SourceTable:
-        """The same files as a source that is read once."""
+        """The same files as a source; evaluations read it once."""
         return SourceTable.model_validate(self.model_dump(exclude={"batches"}))
 
 

@@ -193,7 +193,9 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     base = Path(root)
     try:
         directories = modalities_of(base)
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        raise UserError(str(root), "is no directory", f'set paths = ["{root}"] instead of root') from None
+    except FileNotFoundError:
         fix = f"make it (train data build pytext --out {root}, or build text), or set root"
         raise UserError(str(root), "no such directory", fix) from None
     except OSError as error:

@@ -247,7 +247,9 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
 
     def _open(self, stream: Stream) -> OpenStream:
         self._current = stream
-        return self._in_memory.get(stream.relative_path) or open_stream(stream, self._read, self._cut)
+        opened = self._in_memory.get(stream.relative_path) or open_stream(stream, self._read, self._cut)
+        self._current = None
+        return opened
 
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
@@ -256,7 +258,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
 
     @property
     def now_reading(self) -> str:
-        """The file opened last (batches of one stream: or read); empty at first. For any thread."""
+        """The file being opened, or, in batches of one stream, read; else empty. For any thread."""
         return "" if self._current is None else printable(self._current.path)
 
     def drain_seconds(self) -> dict[str, float]:

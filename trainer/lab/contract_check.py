@@ -73,7 +73,7 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     table, tokens = plan.config.model, plan.config.data.seq_len
     if not table.contract:
         return OFF
-    from trainer.lab.contracts import check_model  # takes a while, and few runs need it
+    from trainer.lab.contracts.check import check_model, needed_inputs  # takes a while, and few runs need it
 
     size = find_size(table, plan.vocab_size, tokens, plan.parts, plan.config)
     if isinstance(size, str):
@@ -83,13 +83,19 @@ def check_contract(plan: Plan, device: torch.device, *, model: nn.Module | None 
     build = partial(make_model, plan, reduced)
     with torch.random.fork_rng(devices=[]):
         if model is None or not is_full:
-            model = build().to(device)
+            with users_code("model.target", "cannot be moved to a device", "cache no tensors outside the module"):
+                model = build().to(device)
             model_and_loss(model, plan, device)
         accepted = accepted_inputs(model)
         is_read_here = all(source.table.target is None for source in plan.sources)
-        if accepted is not None and is_read_here:
-            refuse_align(plan, model, accepted)
-            check_inputs({"features" if plan.config.data.features else "tokens"}, accepted)
+        if is_read_here:
+            given = {"features" if plan.config.data.features else "tokens"}
+            if lacking := sorted(needed_inputs(model) - given - {"resets"}):
+                problem = f"forward needs {few(lacking)}, which the data do not have"
+                raise UserError("model.target", problem, "give a default, or read data of your own that have it")
+            if accepted is not None:
+                refuse_align(plan, model, accepted)
+                check_inputs(given, accepted)
         resets = accepted is not None and "resets" in accepted
         if is_read_here:
             resets = runs_on(plan, model)

@@ -91,7 +91,9 @@ class Series(Tokenizer):
 
     def encode(self, text: str) -> Ints:
         """Refused."""
-        raise UserError("data.features", "are numbers, and a prompt is text", "set sample.every = 0")
+        raise UserError(
+            "data.features", "are numbers, and a prompt is text", "set sample.every = 0; nothing can be sampled"
+        )
 
     def decode(self, ids: Any) -> str:
         """Rows for people."""

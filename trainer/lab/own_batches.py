@@ -210,17 +210,20 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
             yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
     if len(batch.keys() & ENDS) == 1:
         yield f"has only one of {' and '.join(ENDS)}", "give both, or none"
-    for ids in map(_on_host, map(batch.get, ("group_ids", "end_ids"))):
-        yield from () if ids is None else _wrong_groups(ids)
+    for key in ("group_ids", "end_ids"):
+        ids = _on_host(batch.get(key))
+        yield from () if ids is None else _wrong_groups(key, ids)
 
 
-def _wrong_groups(ids: np.ndarray) -> Iterator[tuple[str, str]]:
-    is_whole = ids.dtype.kind in "iu"
-    outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)] if is_whole else ids
+def _wrong_groups(key: str, ids: np.ndarray) -> Iterator[tuple[str, str]]:
+    outside = ids
+    if ids.dtype.kind in "iu":
+        outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]
     if outside.size:
-        problem = f"has group_ids of type {ids.dtype}, such as {outside[0]}"
+        problem = f"has {key} of type {ids.dtype}, such as {outside[0]}"
         yield problem, "use integers from 0 to 2^63 - 1, or -1 for a row without state"
-    known, counts = np.unique(ids[ids >= 0] if is_whole else (), return_counts=True)
+        return
+    known, counts = np.unique(ids[ids >= 0], return_counts=True)
     for twice in known[counts > 1]:
         yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
 

@@ -54,6 +54,8 @@ class Ledger:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
+        if state_width < 1:
+            raise ValueError("state_width must be 1 or more: a model without a state needs no ledger")
         self._options = options
         self._step = -1  # before the first
         self._stored_at = -1

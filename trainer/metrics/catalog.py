@@ -65,7 +65,6 @@ class UnknownMetric(LookupError):
 class _Found(NamedTuple):
     spec: MetricSpec  # the row, as it applies to the key
     row: str  # name of the catalog's row
-    part: str  # of the key, in place of the row's angle brackets
 
     def changed(self, **changes: Any) -> _Found:
         return self._replace(spec=replace(self.spec, **changes))
@@ -74,12 +73,11 @@ class _Found(NamedTuple):
 @lru_cache(maxsize=4096)
 def _find(key: str) -> _Found | None:
     if key in _ROWS and key not in _PATTERNS:
-        return _Found(_ROWS[key], key, "")
+        return _Found(_ROWS[key], key)
     # There are few patterns, and the keys are remembered.
     for name, pattern in _PATTERNS.items():
-        match = pattern.fullmatch(key)
-        if match is not None:
-            return _Found(replace(_ROWS[name], name=key), name, match[1])
+        if pattern.fullmatch(key):
+            return _Found(replace(_ROWS[name], name=key), name)
     if key.startswith(EVAL_PREFIX) and not key.startswith(2 * EVAL_PREFIX):
         base = _find(key.removeprefix(EVAL_PREFIX))
         return base and base.changed(name=key, title=f"{base.spec.title} (evaluation)")
@@ -139,17 +137,15 @@ def _gauge(key: str) -> MetricSpec:
     return MetricSpec(name=key, unit="", description=text, healthy="", pathological="", group="Other", title=key)
 
 
-def family(key: str) -> tuple[str, str]:
-    """(name of the key's row, the part of the key in place of the row's angle brackets).
+def family(key: str) -> str:
+    """The name of a key's row: `token_type/digit/loss` gives `token_type/<type>/loss`.
 
-    `token_type/digit/loss` gives `("token_type/<type>/loss", "digit")`; a plain key itself and "".
-    Evaluation keys, worst-rank keys and standard errors have the family of their base key.
+    A key that `lookup` derives from another one (evaluation, worst rank, error) has that one's.
 
     Raises:
         UnknownMetric: the key matches no row.
     """
-    found = _need(key)
-    return found.row, found.part
+    return _need(key).row
 
 
 def is_built_in(key: str) -> bool:

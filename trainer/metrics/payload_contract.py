@@ -59,7 +59,7 @@ class Payload:
         return Restart(self.sections[RESTART]["from_step"])
 
     def values(self) -> dict[str, float]:
-        """All metrics as floats, the non-finite ones included."""
+        """All metrics as numbers, the non-finite ones included."""
         return all_values(vars(self))
 
 
@@ -79,7 +79,7 @@ class Violation(NamedTuple):
 
 
 def all_values(payload: Mapping[str, Any]) -> dict[str, float]:
-    """All metrics of a valid payload as floats, the non-finite ones included."""
+    """All metrics of a valid payload as numbers, the non-finite ones included."""
     non_finite = {key: float(word) for key, word in payload.get("non_finite", {}).items()}
     return {**payload["metrics"], **non_finite}
 

@@ -186,10 +186,13 @@ class LineFile:
         self._write(line.encode("utf-8") + b"\n")
 
     def _write(self, data: bytes) -> None:
+        end = os.lseek(self._fd, 0, os.SEEK_END)
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
+            with suppress(OSError):  # the next line must not continue a fragment
+                os.ftruncate(self._fd, end)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:

@@ -352,7 +352,7 @@ class MetricsTracker:
 
     def _send(self, method: str, *args: Any) -> None:
         for sink, run in self._sinks:
-            run(getattr(sink, method), *args)
+            run(operator.methodcaller(method, *args), sink)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a resumed run: tokens seen and the smoothed values."""

@@ -229,11 +229,11 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]
 
 
 def _largest_shares(weights: Sequence[ScheduledWeight], micro_batches: MicroBatches) -> list[float]:
-    """The largest share that each source has at any point of a schedule."""
+    """The largest share that each source has at any point of a schedule, or before its jump there."""
     points = [(each.unit, x) for each in weights for x in each.points]
     found = {x for unit, x in points if unit == "batch"}
     found |= {micro_batches.batches_before(max(x, 1)) for unit, x in points if unit == "step"}
-    batches = np.array(sorted(found))
+    batches = np.array(sorted({max(at - before, 0) for at in found for before in (0, 1)}))
     at = np.array([each.evaluate_many(positions(each.unit, batches, micro_batches)) for each in weights])
     sums = at.sum(axis=0)
     largest: list[float] = np.divide(at, sums, out=np.zeros_like(at), where=sums > 0).max(axis=1).tolist()

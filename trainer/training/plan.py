@@ -335,6 +335,8 @@ def make_auxiliary(table: ObjectiveTable, model: nn.Module, parts: Parts) -> Aux
     if table.components and not table.losses and not declares:
         return Auxiliary()
     key = "objective.losses" if table.losses else "model.target"
+    if not declares and not table.components:
+        key = "objective.token_ce"
     return need(parts.models, key).make_auxiliary(table, model)
 
 

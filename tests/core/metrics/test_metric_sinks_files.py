@@ -84,7 +84,9 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
             sink.log(payload(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sink.log(payload(2))
     sink.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["global_step"] == 2
 
 
 def test_events_are_strict_json_with_their_time(tmp_path: Path) -> None:

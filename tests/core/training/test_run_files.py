@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.checkpoints import STATE, file_content, make_checkpoint, sign
+from tests.support.checkpoints import file_content, make_checkpoint
 from tests.support.records import write_lock
 from tests.support.runs import TINY
 from trainer.config.load import load_config
@@ -73,12 +72,6 @@ def flip(path):
     file.write_bytes(data)
 
 
-def endless(path):
-    """More shards than there is memory for their names, with a marker that agrees."""
-    (path / files.STATE_FILE).write_text(json.dumps({**STATE, "step": 10, "data_shards": 2**60}))
-    sign(path)
-
-
 DAMAGES = {
     "no marker": lambda path: (path / files.MARKER).unlink(),
     "half a marker": lambda path: (path / files.MARKER).write_text("{"),
@@ -87,8 +80,6 @@ DAMAGES = {
     "no files listed": in_marker(lambda marker: marker.update(files={})),
     "a file elsewhere": in_marker(lambda marker: marker["files"].update({"../a": marker["files"][model_file(0)]})),
     "the directory above": in_marker(lambda marker: marker["files"].update({"..": marker["files"][model_file(0)]})),
-    "endless bytes": in_marker(lambda marker: marker["files"][model_file(0)].update(bytes=math.inf)),
-    "endless shards": endless,
     "an unlisted shard": in_marker(lambda marker: marker["files"].pop(rank_file(0))),
     "cut": lambda path: os.truncate(path / model_file(0), (path / model_file(0)).stat().st_size - 1),
     "a flipped bit": flip,

@@ -101,6 +101,10 @@ class Looks(Model):
     def forward(self, features, state=None):
         return super().forward(features + features.mean(1, keepdim=True), state)
 
+class Needy(Model):
+    state_width = 1
+    def forward(self, tokens, foo, state=None): ...
+
 class Plain:
     def __call__(self, output, targets):
         return (output - targets).square()
@@ -135,6 +139,7 @@ class Nested(torch.nn.GRU):
         return ModelOutput(*super().forward(features))
 """
 BAD = "numbers of the batch are not finite: features"
+ONE_ROW = "data.mixing.batch_size=1"
 NARROW = (
     "model.target: forward fails on the first batch (features float32 [4, 16, 3], targets float32 [4, 16, 4]): Runt"
 )
@@ -154,6 +159,11 @@ INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
             "objective.target: fails on the first batch (features float32 [4, 13, 4], targets float32 [4, 16, 4]): ",
         ),
         ("objective={}", "objective.target: is not set, and the targets are floats"),
+        (
+            "model.target='mistakes:Needy' and data.source=[{name='t', paths=['HERE/*.py']}] and eval={} and "
+            + ONE_ROW,
+            "model.target: forward needs foo, which the data do not have; give a default, or read data of your own",
+        ),
         ("data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
         ("model.target='mistakes:Nested' and data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
         (

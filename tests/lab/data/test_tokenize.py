@@ -200,18 +200,11 @@ def test_once_a_full_disk_has_room_the_tokens_are_made_and_then_kept_until_a_fil
     assert not set(once()) & set(files)
 
 
-DAMAGES = {
-    "cut": lambda place: os.truncate(place / "000001.bin", 10),
-    "huge": lambda place: (place / "000001.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, 2**64 - 1, 2**64 - 1)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_made_again(source, in_threads, once, damage):
+def test_a_damaged_entry_is_made_again(source, in_threads, once):
     (source / "text" / "prose" / "empty.jsonl").write_text('{"text": ""}\n')
     place = once()[0].parent
     whole = contents(place)
-    DAMAGES[damage](place)
+    (place / "000001.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, 2**64 - 1, 2**64 - 1))
     assert [path.name for path in once() if path.parent == place] == ["000000.bin", "000001.bin", "000002.bin"]
     assert contents(place) == whole
     os.truncate(place / "000001.bin", 10)  # under a run that has looked

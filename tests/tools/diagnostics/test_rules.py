@@ -428,8 +428,9 @@ def test_the_depth_from_which_context_is_not_used_is_named() -> None:
 
 
 def test_the_evidence_of_spikes_is_the_spikes() -> None:
-    (evidence,) = check("loss_spikes", losses(*noisy(2.0, 40), *[4.0, *noisy(2.0, 30)] * 7)).evidence
-    assert [*evidence.values] == [4.0] * 7
+    found = check("loss_spikes", losses(*noisy(2.0, 40), 3.0, *[4.0, *noisy(2.0, 30)] * 7))
+    assert [*found.evidence[0].values] == [3.0] + [4.0] * 7
+    assert "after 2." in found.sentence  # not of the spikes
 
 
 def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:

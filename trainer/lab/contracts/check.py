@@ -183,14 +183,18 @@ def _place_of_forward(model: nn.Module) -> str:
     return relative_paths(f" ({code.co_filename}:{code.co_firstlineno})")
 
 
+def needed_inputs(model: nn.Module) -> set[str]:
+    """Names without which `model.forward` cannot be called, in addition to the state."""
+    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in skipped} - {"state"}
+
+
 def _refuse_unknown_inputs(model: nn.Module) -> None:
     """Raises NotTestable: `forward` needs inputs that are not known."""
-    skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    parameters = inspect.signature(model.forward).parameters
-    needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in skipped]
-    unknown = sorted({p.name for p in needed} - {"tokens", "state", "resets"})
+    unknown = needed_inputs(model) - {"tokens", "resets"}
     if unknown:
-        text = f"forward needs {', '.join(unknown)}, and only tokens, state and resets are known here"
+        text = f"forward needs {', '.join(sorted(unknown))}, and only tokens, state and resets are known here"
         raise NotTestable(f"{text}: train check --config judges it on the first batch of its data")
 
 

@@ -172,9 +172,9 @@ def loss_spikes(run: RunRecord) -> Outcome:
         return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)} finite")
     hits = find_spikes(loss.values, least_rise)
     if not hits:
-        return healthy(f"no loss rose far above the first, or by {limits.SPIKE_SIGMAS:g} times its noise")
+        return healthy(f"no spike behind row {limits.SPIKE_BEFORE}, and the end is not far above the first row")
     peak = max(hits, key=loss.values.__getitem__)
-    before = loss.values[peak - limits.SPIKE_CENTER : peak]
+    before = [loss.values[at] for at in range(peak) if at not in hits][-limits.SPIKE_CENTER :]
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
     words += f"{number_text(loss.values[peak])} at step {loss.steps[peak]}, after {_level(before)}"
     return finding(words, loss.evidence(hits), knob=lower_lr(run))

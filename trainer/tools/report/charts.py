@@ -84,7 +84,7 @@ class Chart:
 
 def _row(key: str) -> str:
     """Name of the key's row in the catalog; the key itself if it is in no row."""
-    return family(key)[0] if is_known(key) else key
+    return family(key) if is_known(key) else key
 
 
 def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:

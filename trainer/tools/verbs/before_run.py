@@ -170,8 +170,8 @@ def _in_words(source: Mapping[str, Any]) -> str:
 
 
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
-    """Refuse what a run refuses before it builds anything. Reads weights, but no data.
-    Raises UserError: the first of them."""
+    """Refuse what a run would refuse at its start. Reads weights, but neither data nor what a
+    checkpoint holds. Raises UserError: the first of them."""
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own

@@ -67,7 +67,7 @@ def _summarise(out: str, manifest: Mapping[str, Any]) -> None:
     for modality, found in manifest["modalities"].items():
         counts = f"{counted(found['documents'], 'document')}, {counted(found['streams'], 'stream')}"
         echo(f"{modality}: {counts}, {found['text_bytes'] / 1e6:.1f} MB of text", err=True)
-    echo(f"wrote the corpus to {out}; contents: {out}/manifest.json", err=True)
+    echo(f"the corpus is in {Path(out)}; contents: {Path(out)}/manifest.json", err=True)
 
 
 @app.command()
