@@ -5,9 +5,10 @@ For models without `state_width`. It can go when every model states the width of
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ def carry_flat(model: nn.Module, *, seq_len: int | None = None, micro: MicroBatc
         except ValueError as error:
             fix = "return tensors [B, ...], in any nest of tuples, lists and dicts"
             raise UserError("model.target", f"its state cannot be kept: {error}", fix) from None
-        model.register_forward_pre_hook(_take_rows, with_kwargs=True)
+        names = [*inspect.signature(model.forward).parameters, "state"]  # last: it is given by name alone
+        model.register_forward_pre_hook(partial(_take_rows, names.index("state")), with_kwargs=True)
         model.register_forward_hook(_return_rows, with_kwargs=True)
         width = layout.width
     attributes: Any = model
@@ -180,10 +182,13 @@ def _first_states(model: nn.Module, seq_len: int | None, micro: MicroBatch | Non
         return states(seq_len)  # the error of this length, the model's own, tells its author most
 
 
-def _take_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _take_rows(
+    place: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments with the rows of states, of which `place` says where, as the model's own states."""
     layout: Any = model.state_layout
-    if len(args) > 1 and isinstance(args[1], Tensor):
-        args = (args[0], layout.unflatten(args[1]), *args[2:])
+    if len(args) > place and isinstance(args[place], Tensor):
+        args = (*args[:place], layout.unflatten(args[place]), *args[place + 1 :])
     elif isinstance(kwargs.get("state"), Tensor):
         kwargs = {**kwargs, "state": layout.unflatten(kwargs["state"])}
     return args, kwargs
