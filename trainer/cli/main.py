@@ -157,7 +157,10 @@ def main() -> None:
 def _refuse(message: str) -> NoReturn:
     """See `refuse`; a program that has asked for JSON gets the message so, too."""
     if "--json" in sys.argv:
-        echo(json.dumps({"error": message}))
+        try:
+            echo(json.dumps({"error": message}))
+        except OSError:  # nobody reads it; at its end, Python would try once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     refuse(message)
 
 

@@ -82,9 +82,10 @@ class BlendDataset:
     sources still have data; all ranks choose the same. A source with weight zero is never picked.
     Exhausted sources are skipped; when all are exhausted (or stay at weight zero), iteration stops.
 
-    A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict`; for metrics,
-    `drain_step_metrics` and `metric_keys`, all that it can return (those not in the catalog are
-    gauges). If they fail, they are absent from then on; `guards` makes what says so, by its name.
+    A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict` (on another
+    number of ranks: of the list of their states); for metrics, `drain_step_metrics` and
+    `metric_keys`, all that it can return (those not in the catalog are gauges). If they fail, they
+    are absent from then on; `guards` makes what says so, by its name.
 
     `seed` is of the choices; `micro_batches` are those of a step. `per_source`: also report
     `blend/share/<name>`, `blend/weight/<name>` and times by source; `times`: `time/<stage>/all`,

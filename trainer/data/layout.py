@@ -66,7 +66,7 @@ def _is_ignored(path: PurePath) -> bool:
     return path.name.startswith(".") or any(part.startswith(IGNORED) and part != ".." for part in path.parts[:-1])
 
 
-def _files_below(directory: Path) -> list[Path]:
+def files_below(directory: Path) -> list[Path]:
     """The files in a directory and in those below it, each entered once, but for `IGNORED` ones.
 
     A link to a directory that it lies in, or to what is found anyway, is not followed. Raises
@@ -209,7 +209,7 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
         if modality not in directories:
             fix = f"it has: {', '.join(directories) or 'none'}"
             raise UserError(str(root), f"has no modality {modality!r}", fix)
-        names = [path.relative_to(base) for path in _files_below(directories[modality])]
+        names = [path.relative_to(base) for path in files_below(directories[modality])]
         read, others = _sort_out({name.as_posix(): name for name in names}, format)
         if not read and modalities is not None:
             raise _nothing_found(base / modality, others)

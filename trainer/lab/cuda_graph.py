@@ -99,7 +99,7 @@ class MicroGraphs:
         try:
             self._place(given, kappa)
             if kind not in self._graphs:
-                self._graphs[kind] = self._capture(step, micro, is_first=is_first, averages=averages)
+                self._graphs[kind] = self._capture(step, micro, averages=averages)
         except Exception as error:  # noqa: BLE001 - whatever hinders it
             self._give_up(step, error, is_first=is_first)
             return self._run_without(step, micro, state, kappa)
@@ -146,7 +146,7 @@ class MicroGraphs:
         here.wait_stream(self._stream)
         return found
 
-    def _capture(self, step: TrainStep, micro: MicroBatch, *, is_first: bool, averages: bool) -> Graph:
+    def _capture(self, step: TrainStep, micro: MicroBatch, *, averages: bool) -> Graph:
         inputs, graph = dict(self._inputs), torch.cuda.CUDAGraph()
         targets, state = inputs.pop("targets"), inputs.pop("state", None)
         pool = next((each.graph.pool() for each in self._graphs.values()), None)  # one for all

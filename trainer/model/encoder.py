@@ -98,8 +98,8 @@ def check_sizes(
         if size < 1:
             problems[name] = f"gives a size of {size}; it must be >= 1"
     for name, part, whole in zip(("args.heads", "args.kv_heads"), heads, (dim, *heads), strict=False):
-        if part < 1 or whole % part:
-            problems[name] = f"is {part}, which does not divide {whole}"
+        if type(part) is not int or part < 1 or whole % part:
+            problems[name] = f"is {part!r}, no whole number that divides {whole}"
     if tie_embeddings not in (False, True):  # a text, such as "no", would count as true
         problems["args.tie_embeddings"] = f"is {tie_embeddings!r}, neither true nor false"
     for name, problem in problems.items():

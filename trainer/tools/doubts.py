@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +14,9 @@ import numpy as np
 from trainer.config.data_tables import SourceTable
 from trainer.config.rules import data_shards, reads_lanes, tokens_per_micro
 from trainer.config.schema import RunConfig
-from trainer.data.formats import FORMATS, format_name, load_documents
+from trainer.data.formats import FORMATS, format_name, load_documents, takes_option
 from trainer.data.groups import file_bytes, nothing_left, open_stream
-from trainer.data.layout import modalities_of
+from trainer.data.layout import files_below, is_data, modalities_of
 from trainer.errors import UserError
 from trainer.metrics.logger import get_logger
 from trainer.tools import limits
@@ -35,7 +36,7 @@ def planned(plan: Plan) -> None:
     sources, eval_sources = plan.sources, plan.eval_sources
     read = [source for source in sources if not source.is_off]
     found = [*trained_on(read, eval_sources), *_doubted_settings(plan.config, eval_sources)]
-    found += [*_unread(sources, eval_sources), *_unmasked(sources, eval_sources)]
+    found += [*_unread(sources, eval_sources), *_unmasked(read, eval_sources)]
     if plan.config.eval.holdout_fraction > 0:
         found += _leaks(read)
     for doubt in found:
@@ -80,10 +81,13 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
     for source in (*sources, *eval_sources):
         if source.streams and source.table.root is not None:
             readers.setdefault(os.path.realpath(source.table.root), []).append(source.table)
+    read = {_identity(stream.path) for source in (*sources, *eval_sources) for stream in source.streams}
     for root, tables in readers.items():
-        read = {name for table in tables for name in table.modalities or ()}
-        found = {name for name, path in modalities_of(Path(root)).items() if any(files for *_, files in os.walk(path))}
-        unread = sorted(found - read)
+        unread = []
+        for name, path in modalities_of(Path(root)).items():
+            with suppress(UserError):  # a directory that cannot be read
+                files = [str(each) for each in files_below(path) if is_data(each, tables[0].format)]
+                unread += [name] * (bool(files) and read.isdisjoint(map(_identity, files)))
         if unread and all(table.modalities is not None for table in tables):
             problem = f"has modalities that no source reads: {few(unread)}"
             yield f"root {tables[0].root}", problem, "add them to modalities of a source, or a source of their own"
@@ -107,7 +111,11 @@ def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:
 def _unmasked(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterator[Doubt]:
     """Validation sets without `loss_mask` where training has one."""
     masks = sorted({source.table.loss_mask for source in sources if source.table.loss_mask})
-    plain = [each.name for each in eval_sources if each.streams and not each.table.loss_mask]
+    plain = []
+    for each in eval_sources:
+        formats = {format_name(Path(stream.path), each.table.format) for stream in each.streams}
+        if not each.table.loss_mask and any(takes_option(name, "loss_mask") for name in formats):
+            plain.append(each.name)
     if masks and plain:
         problem = f"all tokens count, and training has loss_mask = {few(masks)}"
         yield f"eval source {few(plain)}", problem, "set loss_mask, unless prompts are to count"

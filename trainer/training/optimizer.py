@@ -155,7 +155,8 @@ def build_optimizer(
 
 
 def keep_buffers(optimizer: torch.optim.Optimizer) -> None:
-    """Make momentum buffers: torch 2.13 leaves them uninitialized if the first step is skipped."""
+    """Make momentum buffers, for a dampening of 0: torch 2.13 leaves them uninitialized if the first
+    step is skipped."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

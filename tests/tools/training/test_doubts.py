@@ -136,6 +136,7 @@ def test_a_file_that_two_sources_name_differently_leaks_held_out_documents_and_i
 def test_modalities_that_no_source_reads_are_said(config, tmp_path, caplog):
     make_corpus(tmp_path / "corpus")
     (tmp_path / "corpus" / "empty" / "deeper").mkdir(parents=True)
+    (tmp_path / "corpus" / "empty" / "run.log").write_text("no data")
     others = ("data.mixing.batch_size_by_modality={}", "ledger.capacity=4096")
     source = f'root="{tmp_path}/corpus", modalities=["a"]'
     chosen = f'data.source=[{{name="x", {source}}}]'
@@ -145,7 +146,8 @@ def test_modalities_that_no_source_reads_are_said(config, tmp_path, caplog):
     both = f'data.source=[{{name="x", {source}}}, {{name="y", root="{tmp_path}/corpus/", modalities=["b"]}}]'
     whole = f'data.source=[{{name="x", root="{tmp_path}/corpus"}}]'
     validated = f'eval.source=[{{name="v", root="{tmp_path}/corpus", modalities=["b"]}}]'
-    for settings in ((both,), (whole,), (chosen, validated, "eval.every=2")):
+    paths = both.replace(f'root="{tmp_path}/corpus/", modalities=["b"]', f'paths=["{tmp_path}/corpus/b/*"]')
+    for settings in ((both,), (paths,), (whole,), (chosen, validated, "eval.every=2")):
         plan_of(config, *others, *settings)
         assert "modalities that no source" not in caplog.text
 

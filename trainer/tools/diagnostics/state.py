@@ -83,7 +83,7 @@ def cold_starts(run: RunRecord) -> Outcome:
         evidence.append(wipes.evidence(wipes.positive))
         knob = Knob.of(run, "ledger.wipe_mode", "lru")
     elif any(restart.global_step < first for restart in run.restarts):
-        knob = Knob.of(run, "checkpoint.resume", "a checkpoint that includes the ledger")
+        words += "; the run was resumed before: does the data set continue where it was saved?"
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
         knob = _twice(run, "ledger.capacity")
     else:  # no capacity would help: the data set continues groups that it has not begun
