@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
+from trainer.import_path import users_code
 from trainer.lab import nested_state
 from trainer.lab.auxiliary import make_auxiliary as make_auxiliary
 from trainer.lab.contract_check import check_before_run as check_before_run
@@ -116,7 +117,7 @@ def refuse_more_than_a_head(model: nn.Module, head: nn.Linear, device: torch.dev
         logger.warning(text + "logits than its output layer", CHUNK_KEY)
         return
     run = partial(run_few_tokens, device=device, seq_len=seq_len, below=head.out_features)
-    with evaluating(model):
+    with evaluating(model), users_code(CHUNK_KEY, "the model fails without its output layer", "set it to 0"):
         logits, hidden = run(model).logits, run(Headless(model, head)).logits
     is_same = hidden.shape == (*logits.shape[:-1], head.in_features)
     if is_same:

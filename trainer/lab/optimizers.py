@@ -157,7 +157,7 @@ def build_custom(
         problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
     fused = [each for each in optimizer.param_groups if each.get("fused")]
-    if fused and isinstance(optimizer, torch.optim.SGD):
+    if fused and issubclass(type(optimizer), torch.optim.SGD):
         if any(each["dampening"] for each in fused):  # which torch leaves out where a buffer begins
             raise UserError("optimizer.args", "fused SGD cannot have a dampening here", "set fused = false")
         keep_buffers(optimizer)  # those without momentum leave them alone

@@ -62,8 +62,7 @@ class Store:
             if not rest.strip("/"):
                 raise ValueError("it names no bucket or directory")
             core = importlib.import_module("fsspec.core")
-            # A cached listing would show what this process itself has seen, not what is there.
-            self._fs, root = core.url_to_fs(self.url, use_listings_cache=False)
+            self._fs, root = core.url_to_fs(self.url)
         except Exception as error:  # noqa: BLE001 - backends raise anything
             if isinstance(error, ImportError):
                 fix = "run: pip install fsspec s3fs, or the package that is named"
@@ -75,7 +74,6 @@ class Store:
         """Step -> the files of its directory, complete or not."""
         steps: dict[int, set[str]] = {}
         with self._translating(""):
-            self._fs.invalidate_cache()
             for path in map(Path, self._fs.find(self._root)):
                 if step_of(path.parent) >= 0 and path.parent.parent == Path(self._root):
                     steps.setdefault(step_of(path.parent), set()).add(path.name)
@@ -181,6 +179,7 @@ class Store:
     def _translating(self, name: str) -> Iterator[None]:
         """Make one kind of error of whatever a backend raises, and another of a missing file."""
         try:
+            self._fs.invalidate_cache()  # which shows what this process itself has seen
             yield
         except Exception as error:  # noqa: BLE001 - botocore's errors, aiohttp's, OSError
             kind = CheckpointError if isinstance(error, FileNotFoundError) else StoreError

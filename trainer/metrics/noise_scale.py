@@ -527,16 +527,17 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within, and its error; the cap if within vanishes and between does not."""
+        """Between over within, and its error, both in proportion where the ratio is above the cap, for
+        which a within that vanishes stands; nothing where both do."""
         fit = self._consistency.fit()
         ratio = fit.ratio()
         if ratio.value is not None and ratio.error is not None:
-            value = max(min(ratio.value, CONSISTENCY_CAP), -CONSISTENCY_CAP)
-            return {"gns/consistency": value, "gns/consistency_se": ratio.error}
+            shrunk = CONSISTENCY_CAP / max(abs(ratio.value), CONSISTENCY_CAP)
+            return {"gns/consistency": shrunk * ratio.value, "gns/consistency_se": shrunk * ratio.error}
         between, within = fit.now.tolist()
         is_vanishing = abs(within) * CONSISTENCY_CAP < between
         if is_vanishing and is_positive(between, float(fit.covariance[0, 0]), fit.freedom):
-            return {"gns/consistency": CONSISTENCY_CAP}
+            return {"gns/consistency": CONSISTENCY_CAP, "gns/consistency_se": 0.0}
         return {}
 
     def state_dict(self) -> dict[str, Any]:

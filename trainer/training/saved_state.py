@@ -223,8 +223,12 @@ def _has_the_same_groups(saved: Mapping[str, Any], plan: Plan) -> bool:
 
 def _stream_sizes(data: Mapping[str, Any]) -> dict[str, list[Any]]:
     """By source: how many streams it keeps open, and the sizes of its batches."""
-    keys = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
-    return {own["name"]: [own["mixing"].get(key) or data["mixing"].get(key) for key in keys] for own in data["source"]}
+    found = {}
+    for source in data["source"]:
+        mixing = {**data["mixing"], **{key: own for key, own in source["mixing"].items() if own is not None}}
+        keys = ("num_streams_mixed", "batch_size", "batch_size_by_modality")
+        found[source["name"]] = [mixing.get(key) for key in keys]
+    return found
 
 
 def _restore_ledgers(

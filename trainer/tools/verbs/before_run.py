@@ -115,10 +115,12 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
             own["positions"] = own["tokens"] if is_full else own["padded"]  # 0: not known
             total = own["positions"] or own["tokens"]
             if share and total:
-                per_step = float(plan.facts.tokens_per_step)
+                per_micro = float(plan.facts.tokens_per_micro)
                 if not reads_lanes(plan.config):  # shares are of micro-batches
-                    per_step *= largest_batch(mixing_of(plan.config, source.table)) / most
-                own["steps_per_epoch"] = total / (share * per_step)
+                    per_micro *= largest_batch(mixing_of(plan.config, source.table)) / most
+                batches, micros = total / (share * per_micro), plan.config.micro_batches
+                last = micros.step_of(int(batches))
+                own["steps_per_epoch"] = last - 1 + (batches - micros.batches_before(last)) / micros.at(last)
     return facts
 
 
