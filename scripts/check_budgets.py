@@ -31,19 +31,19 @@ MOST_PARAMETERS = 10
 # classes and 50 functions. 800 lines of the core are the reference model, without which a run would need the lab; a step enters
 # the parts that others take alone: data 28 functions, ledger 12, noise scale 9, model 11. Either would cost what users have.
 CEILINGS = {
-    "core: lines": (17_625, 17_625),
+    "core: lines": (17_350, 17_350),
     "core: files": (78, 78),
-    "trainer: lines": (29_900, 29_500),
+    "trainer: lines": (29_500, 29_500),
     "trainer: files": (142, 142),
     "tests: lines": (28_500, 28_500),
     "launches in make test": (90, 90),  # counted and checked in tests/conftest.py
     "scripts: lines": (3_900, 3_900),
     "words of documentation, with the CHANGELOG": (22_000, 22_000),  # without bars of tables and other marks
     "functions with more than 10 parameters": (3, 3),
-    "places that make a UserError": (174, 174),
+    "places that make a UserError": (172, 172),
     "config keys": (133, 133),
     "conditional expressions in 1,000 lines of code": (13, 13),
-    "lines above 100 characters in 1,000": (35, 29),
+    "lines above 100 characters in 1,000": (33, 29),
     "lines of code for each comment line": (13, 13),
     "steady step: modules": (22, 22),
     "steady step: classes": (25, 25),
