@@ -79,6 +79,13 @@ def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> I
         raise UserError(key, f"{problem}: {format_error(error)}", fix) from error
 
 
+def with_own(given: Mapping[str, Any], args: Mapping[str, Any], key: str, fix: str = "leave it out") -> dict[str, Any]:
+    """What the run gives to a function of the user's, with their `args`, which must not replace it."""
+    if twice := ", ".join(sorted(given.keys() & args.keys())):
+        raise UserError(key, f"names {twice}, which the run gives itself", fix)
+    return {**given, **args}
+
+
 def refuse_arguments(
     function: Any, name: str, given: Mapping[str, Any], *, key: str, fix: str = "see its signature"
 ) -> None:

@@ -271,11 +271,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-            names = [element.get("name") for element in value]
-            if None in names or len(set(names)) < len(names):
+            names, elements = [each["name"] for each in value if isinstance(each.get("name"), str)], value
+            if len(set(names)) == len(value):
+                elements = [{k: v for k, v in element.items() if k != "name"} for element in value]
+            else:
                 names = list(map(str, range(len(value))))
             flat[f"{prefix}{key}[].name"] = names  # shows a change of order
-            elements = [{k: v for k, v in element.items() if k != "name"} for element in value]
             value = dict(zip(names, elements, strict=True))
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{key}."))

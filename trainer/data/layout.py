@@ -62,12 +62,12 @@ def _is_file(path: str) -> bool:
 
 
 def _is_ignored(path: PurePath) -> bool:
-    """Whether it is hidden, or in an `IGNORED` directory. `__init__.py` is not read, but seen."""
+    """Whether it is hidden, or in an `IGNORED` directory."""
     return path.name.startswith(".") or any(part.startswith(IGNORED) and part != ".." for part in path.parts[:-1])
 
 
 def files_below(directory: Path) -> list[Path]:
-    """The files in a directory and in those below it, each entered once, but for `IGNORED` ones.
+    """The files in a directory and in those below it, each entered once, `IGNORED` ones not at all.
 
     A link to a directory that it lies in, or to what is found anyway, is not followed. Raises
     UserError: a directory cannot be read.

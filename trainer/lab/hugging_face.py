@@ -181,8 +181,8 @@ def package() -> Any:
     """`transformers`, without progress bars and reports of loading, which every rank would show."""
     try:
         package = importlib.import_module("transformers")
-    except ImportError:
-        raise UserError("transformers", "is not installed", "run: pip install transformers") from None
+    except ImportError as error:
+        raise UserError("transformers", format_error(error), "run: pip install transformers") from error
     package.utils.logging.set_verbosity_error()
     package.utils.logging.disable_progress_bar()
     return package

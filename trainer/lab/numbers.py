@@ -191,8 +191,9 @@ class SeriesCollator(CountingCollator):
 
 
 def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBatch | None:
-    """That of the first data set of the user's own, on the model's device; None if the model takes
-    tokens alone, or no such data are read. Raises UserError: it is none, or not for this model."""
+    """That of the first data set of the user's own, or drawn features, on the model's device; None
+    if there are neither, or the model takes tokens alone. Raises UserError: it is no batch, or not
+    for this model."""
     accepted, where = accepted_inputs(model), ""
     if config.data.features:
         shape = 8, config.data.seq_len, config.data.features
@@ -206,7 +207,7 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None
         given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}
-        where = f"source {own.name}: "
+        where = f"{'eval ' * (own in evaluated)}source {own.name}: "
         batch = _read(str(own.target), json.dumps(given), f"{where}target", vocab_size)
     return take_apart(batch, accepted, where).to(next(model.parameters(), torch.empty(0)).device)
 

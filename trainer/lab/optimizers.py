@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.config.schema import OptimizerTable
 from trainer.distributed.strategy import gathered, layout_of, own_part
 from trainer.errors import UserError
-from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code, with_own
 from trainer.lab.weights import own_rows
 from trainer.on_device import step_unless
 from trainer.training.optimizer import CombinedOptimizer, ParameterGroup, keep_buffers, plain_values
@@ -127,9 +127,9 @@ class MuonWithAdamW(Skipping, CombinedOptimizer):
 
 
 def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
-    """The custom function that makes an optimizer."""
+    """The custom function that makes an optimizer. A UserError if it does not take its arguments."""
     build = resolve_target(target, "optimizer.target")
-    given = {"lr": table.lr, **table.args}
+    given = with_own({"lr": table.lr}, table.args, "optimizer.args", "set optimizer.lr")
     refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
     return build
 

@@ -22,7 +22,7 @@ from trainer.data.documents import IdBounds
 from trainer.data.loader import BATCH_EXTRAS, CARRY_KEYS, OPTIONAL_CARRY_KEYS, Loader, MicroBatch, take_apart
 from trainer.distributed.env import RankInfo, gather_from_ranks
 from trainer.errors import UserError
-from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code, with_own
 from trainer.lab.loss_mask import LossMask as LossMask
 from trainer.lab.numbers import Series as Series
 from trainer.lab.samples import forked_rng
@@ -54,9 +54,9 @@ def own_batches(
     """The data set of a source on this data shard, for a model if one is given. A UserError if it
     fails, or cannot be iterated."""
     path, run, key = str(source.table.target), plan.config.run, f"{kind} {source.name}: "
-    given = {"rank": info.rank, "world_size": info.world_size, "seed": run.seed, "seq_len": plan.config.data.seq_len}
+    of_rank = with_own({"rank": info.rank, "world_size": info.world_size}, source.table.args, f"{key}args")
     return OwnBatches(
-        make_own(path, {**given, **source.table.args}, f"{key}target"),
+        make_own(path, {"seed": run.seed, "seq_len": plan.config.data.seq_len, **of_rank}, f"{key}target"),
         vocab_size=plan.vocab_size,
         key=f"{key}{path}",
         model=model,
@@ -262,7 +262,7 @@ class OwnTask:
     def __init__(self, plan: Plan, model: nn.Module, guard: BestEffort) -> None:
         table = plan.config.eval
         self._function = resolve_target(table.target or "", "eval.target")
-        self._given = {"model": model, "tokenizer": plan.tokenizer, **table.args}
+        self._given = with_own({"model": model, "tokenizer": plan.tokenizer}, table.args, "eval.args")
         self.guard, self._is_off = guard, False  # off: the same on all ranks
 
     def __call__(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:

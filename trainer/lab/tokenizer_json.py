@@ -110,9 +110,10 @@ class HuggingFaceTokenizer(Tokenizer):
             vocabulary = {token: id for id, (token, _) in enumerate(vocabulary)}
         for token, id in vocabulary.items():
             sizes[id] = len(token)  # if it is byte-level, each character stands for a byte
+        takes_space = any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"])
         for added in spec["added_tokens"]:
             sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode("utf-8"))
-        if int(sizes[self.encode(PROBE)].sum()) != len(PROBE.encode("utf-8")):
+        if takes_space or int(sizes[self.encode(PROBE)].sum()) != len(PROBE.encode("utf-8")):
             problem = "its tokens do not add up to the bytes of a text: it is not byte-level, or changes the text"
             return None, f"{self.name}: {problem}"
         return sizes, ""

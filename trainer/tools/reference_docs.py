@@ -39,12 +39,8 @@ def render_config_schema() -> str:
 def _tables(prefix: str, table: _Node, definitions: _Node) -> Iterator[tuple[str, _Node]]:
     """The tables in the order of the file, each with its TOML header."""
     for name, node in table["properties"].items():
-        # Tables under names of the user's.
-        named = next(iter(node.get("patternProperties", {}).values()), None)
         path = prefix + name
-        if named:
-            path += ".<name>"
-        for reference in _references(named or node):
+        for reference in _references(node):
             if reference != "MixingOverride":  # its keys are those of [data.mixing]
                 yield f"`[[{path}]]`" if "items" in node else f"`[{path}]`", definitions[reference]
                 yield from _tables(f"{path}.", definitions[reference], definitions)

@@ -131,7 +131,6 @@ def recorded(run: Run) -> Iterator[End]:
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
             yield end
-        run.watchdog.at("end", run.position.step, may_wait=True)
         end.state = "stopped" if end.reason.startswith("stopped") else FINISHED
         # Without a checkpoint, a script must not take a stopped run for done.
         if end.state == FINISHED or run.saver.last_saved >= 0:

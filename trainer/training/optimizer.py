@@ -15,7 +15,7 @@ from torch import nn
 from trainer.config.schema import OptimizerTable, RunConfig, SchedulerTable
 from trainer.distributed.strategy import layout_of
 from trainer.errors import UserError
-from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code, with_own
 from trainer.model.protocol import Role, parameter_roles
 from trainer.options import ONE, MicroBatches
 from trainer.training import NO_PARTS, Parts, need
@@ -74,7 +74,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
         table = table.model_copy(update={"warmup_steps": warmup})
         return partial(lr_at, steps=steps, peak=peak, table=table)
     function = resolve_target(table.target, "scheduler.target")
-    given = {"steps": steps, "peak": peak, **table.args}
+    given = with_own({"steps": steps, "peak": peak}, table.args, "scheduler.args")
     refuse_arguments(partial(function, 1), f"{table.target} with a step, and", given, key="scheduler.args")
     schedule = partial(_custom_lr, table.target, partial(function, **given))
     # Refused now, not after days: a sample of all steps, the last included.

@@ -25,7 +25,7 @@ from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Layout, layout_for
 from trainer.errors import UserError
 from trainer.files import read_json
-from trainer.import_path import refuse_arguments, resolve_target, users_code
+from trainer.import_path import refuse_arguments, resolve_target, users_code, with_own
 from trainer.metrics.logger import get_logger
 from trainer.model.families import DEFAULT, FAMILIES, Family
 from trainer.model.recurrence import HAS_TRITON
@@ -290,11 +290,7 @@ def build_model(
     """
     key, name, target, own = resolve_builder(table, parts)
     given = {"vocab_size": vocab_size, "dim": table.dim, "num_layers": table.num_layers, **own}
-    twice = ", ".join(sorted(given.keys() & table.args.keys()))
-    if twice:
-        fix = "set [model] dim and num_layers; the data say the vocabulary"
-        raise UserError("model.args", f"names {twice}, which the run gives itself", fix)
-    given |= table.args  # after the check that they name nothing twice
+    given = with_own(given, table.args, "model.args", "set [model] dim and num_layers; the data say the vocabulary")
     fix = "see its signature"
     if table.target is None:
         fix = f"it takes {', '.join(inspect.signature(target).parameters)}"

@@ -157,6 +157,7 @@ def test_a_default_written_out_is_no_difference_and_sources_are_matched_by_name(
     before, after = (flatten(load_config(each).model_dump(mode="json")) for each in (path, other))
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
     assert changed == {"data.source.second.weight": (1.0, 2.0), "optimizer.lr": (0.001, 0.5)}
+    assert flatten({"x": [{"name": "a"}] * 2}) != flatten({"x": [{"name": "b"}] * 2})
 
 
 def test_each_shipped_config_names_the_printed_schema_and_fits_it(capsys):
