@@ -240,8 +240,6 @@ class BlendDataset:
         ends = np.divide(alive, left, out=np.zeros_like(alive), where=left > 0).cumsum(axis=1)
         totals = ends[:, -1:]
         chosen = (ends <= self._uniforms.block(block)[offset:, None] * totals).sum(axis=1)
-        # The product may round up to the total itself: then the last source with a weight is meant.
-        chosen = np.where(chosen < len(self.sources), chosen, (ends < totals).sum(axis=1))
         chosen = np.where(totals[:, 0] > 0, chosen, -1)
         self._choices = chosen.tolist()
         self._expected = np.cumsum(np.vstack([self._due, shares]), axis=0).tolist()

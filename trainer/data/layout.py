@@ -7,8 +7,9 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import NoReturn
@@ -42,10 +43,17 @@ def fixed_part(pattern: str) -> Path:
 
 def find_files(pattern: str) -> list[str]:
     """The files that a glob matches, sorted, but for hidden ones and those in `IGNORED` directories
-    that its wildcards match. A link to a directory that it lies in is not followed."""
+    that its wildcards match. Links are followed as by `files_below`, without `**` all but those to
+    directories that they lie in."""
     if os.path.isfile(pattern):  # its name may hold what else is a wildcard
-        pattern = glob.escape(pattern)
+        return [os.path.normpath(pattern)]
     fixed, real = fixed_part(pattern), cache(os.path.realpath)
+    wanted = PurePath(pattern).parts[len(fixed.parts) :]
+    paths: Iterable[str | Path] = glob.iglob(pattern)
+    if "**" in wanted:  # for which glob would follow links in circles
+        below = files_below(fixed) if fixed.is_dir() else []
+        wanted += ("*",) * (wanted[-1] == "**")
+        paths = [path for path in below if _fits(path.relative_to(fixed).parts, wanted)]
     above = [*map(str, PurePath(real(fixed)).parents)]
 
     def is_meant(path: str) -> bool:
@@ -53,7 +61,16 @@ def find_files(pattern: str) -> list[str]:
         entered = above + [real(fixed / each) for each in inside.parents]
         return _is_file(path) and not _is_ignored(inside) and len({*entered}) == len(entered)
 
-    return sorted(filter(is_meant, {*map(os.path.normpath, glob.iglob(pattern, recursive=True))}))
+    return sorted(filter(is_meant, {*map(os.path.normpath, map(str, paths))}))
+
+
+def _fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the parts of a path are those of a glob, in which `**` is any number of them."""
+    if not wanted or not parts:
+        return not parts and not wanted
+    if wanted[0] == "**":
+        return _fits(parts, wanted[1:]) or _fits(parts[1:], wanted)
+    return fnmatchcase(parts[0], wanted[0]) and _fits(parts[1:], wanted[1:])
 
 
 def _is_file(path: str) -> bool:

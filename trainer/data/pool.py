@@ -116,8 +116,7 @@ class ActivePool(Generic[ReaderT]):
         ends, total = list(accumulate(left)), sum(left)  # exact: integers below 2^53
         for uniform in uniforms:
             if self._pick_mode == "weighted":
-                # uniform * total may round up to total: the bound keeps the slot in range.
-                slot = bisect_right(ends, uniform * total, 0, num_readers - 1)
+                slot = bisect_right(ends, uniform * total)
                 for other in range(slot, num_readers):
                     ends[other] -= 1
                 total -= 1

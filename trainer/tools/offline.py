@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from contextlib import chdir, suppress
 from dataclasses import replace
@@ -141,7 +142,7 @@ def _masked(plan: Plan, source: Source, fields: set[str]) -> Source:
     _, read, _ = reading(plan, masked)
     try:
         for stream in source.streams:
-            next(LossMask(field).pieces(Path(stream.path), read), None)
+            deque(LossMask(field).pieces(Path(stream.path), read), maxlen=0)
     except UserError as error:
         text = "--source %s: all tokens count, without loss_mask: %s"
         logger.warning(text, source.name, error.message)

@@ -174,6 +174,7 @@ def _in_words(source: Mapping[str, Any]) -> str:
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     """Refuse what a run would refuse at its start. Reads weights, but neither data nor what a
     checkpoint holds. Raises UserError: the first of them."""
+    from trainer.import_path import resolve_target
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
@@ -191,6 +192,11 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     if config.model.weights is not None:
         weights, _ = read_weights(config.model.weights)
         check_fit(model, weights, key="model.weights", path=config.model.weights)
+    for extension in config.extension:
+        resolve_target(extension.target, "extension.target")
+    for source in plan.sources:
+        if source.table.target is not None and not source.is_off:
+            resolve_target(source.table.target, f"source {source.name}: target")
     groups = parameter_groups(model, config.optimizer)
     if config.optimizer.target is not None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
