@@ -206,7 +206,10 @@ class BlendDataset:
             return None
         if "dataset_labels" not in batch:
             rows: Any = batch.get("tokens", batch.get("targets"))
-            batch = {**batch, "dataset_labels": [self.sources[index].name] * len(rows)}
+            labels: Any = [self.sources[index].name] * len(rows)
+            if "segment_ids" in batch:  # one for each segment
+                labels = (self.sources[index].name,) * (int(np.max(batch["segment_ids"])) + 1)
+            batch = {**batch, "dataset_labels": labels}
         return batch
 
     @property

@@ -267,7 +267,9 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             read, others = [text], []
         if not read:
             if os.path.isdir(text):
-                fix = f"write '{text}/**/*' for the files below it, or name it alone (in a config: as root of a source)"
+                fix = (
+                    f"write '{glob.escape(text)}/**/*' for the files below it, or name it alone (in a config: as root)"
+                )
                 raise UserError(str(given), "is a directory; only files and globs can be listed", fix)
             if not glob.has_magic(text) and not os.path.exists(text):
                 raise UserError(str(given), "no such file or directory", "check the path")

@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -272,7 +273,7 @@ class Watchdog:
 
 def is_of_a_collective(error: Exception) -> bool:
     """Whether the process group raised the error, whose cause is then usually on another rank."""
-    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    is_of_gloo = isinstance(error, RuntimeError) and re.search(r"\bgloo\b|Gloo", str(error)) is not None
     return is_of_gloo or isinstance(error, dist.DistError)
 
 

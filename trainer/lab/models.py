@@ -229,7 +229,8 @@ class _SumOfChunks(torch.autograd.Function):
             if sums:
                 sums = [total.add_(each) for total, each in zip(sums, found, strict=True)]
             else:
-                sums = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in found]
+                # Copies: of parameters that enter as a sum, autograd gives one gradient for all.
+                sums = [each.to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in found]
             del found  # before the next chunk's gradients exist
         of_trained = iter(sums)
         grad_weights = (next(of_trained) if is_needed else None for is_needed in needs)

@@ -1,5 +1,4 @@
-"""The bar of a run on a terminal, by rich: step, loss, tokens per second, time left, and what
-takes the main thread's time while no step does.
+"""The bar of a run on a terminal, by rich: step, loss, tokens per second, time left.
 
 It stands below the lines of the log and of stdout, and is gone when the run ends.
 """
@@ -28,19 +27,17 @@ class ProgressBar(Extension):
         super().__init__(run)
         # The width is left to the terminal: wrapped by rich, a command could not be copied.
         console = _Terminal(stderr=True, soft_wrap=True)
-        step, numbers = (TextColumn("step"), MofNCompleteColumn()), TextColumn("{task.fields[numbers]}")
-        columns = *step, BarColumn(), numbers, TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[numbers]}")
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, refresh_per_second=4)
         self._task = self._bar.add_task("", total=run.plan.facts.steps, completed=run.first_step, numbers="")
-        self._tokens = self._steps = 0
+        self._tokens = self._bar.add_task("", total=None, visible=False, numbers="")  # for their speed
 
     def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """Show a step. The first also begins the bar: what comes before has lines of its own."""
-        self._steps += 1
-        self._tokens += step.outcome.tokens
-        numbers, speed = f"loss {step.outcome.loss:.4f}", self._bar.tasks[0].speed
+        self._bar.advance(self._tokens, step.outcome.tokens)
+        numbers, speed = f"loss {step.outcome.loss:.4f}", self._bar.tasks[self._tokens].speed
         if speed is not None:
-            numbers += f", {speed * self._tokens / self._steps:,.0f} tokens/s"
+            numbers += f", {speed:,.0f} tokens/s"
         self._bar.update(self._task, completed=step.number, numbers=numbers)
         self._bar.start()
 

@@ -303,7 +303,7 @@ class Uploads:
             self._is_tidy = True
 
     def _upload(self, path: Path) -> None:
-        started, step = time.monotonic(), step_of(path)
+        started, step, self._uploaded = time.monotonic(), step_of(path), Path()
         try:
             self._tidy()
             self._store.put(path)

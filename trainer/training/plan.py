@@ -211,15 +211,14 @@ def check_reading(
             IdBounds.of(name, tokenizer).check_eod(table.eod, f"{name}: eod")
 
 
-def tokenizer_of(data: DataTable, name: str = "", *, parts: Parts) -> Tokenizer:
-    """The tokenizer of `[data]`, or what reads numbers. `name`: where its file is by now."""
+def tokenizer_of(data: DataTable, *, parts: Parts) -> Tokenizer:
+    """The tokenizer of `[data]`, or what reads numbers."""
     if data.features:
         return need(parts.data, "data.features").Series(data)
-    name = name or data.tokenizer
-    if not name.endswith(".json"):
-        return load_tokenizer(name, vocab_size=data.vocab_size)
+    if not data.tokenizer.endswith(".json"):
+        return load_tokenizer(data.tokenizer, vocab_size=data.vocab_size)
     how: dict[str, Any] = data.model_dump(include={"vocab_size", "parse_special", "eod"})
-    return need(parts.data, "data.tokenizer").load_tokenizer(name, **how)
+    return need(parts.data, "data.tokenizer").load_tokenizer(data.tokenizer, **how)
 
 
 def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:

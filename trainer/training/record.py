@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +28,7 @@ from trainer.training.build import runs_on
 from trainer.training.extension import RunView
 from trainer.training.plan import Plan, Source, width_of
 from trainer.training.run_dir import RunDir, choose_run_dir, environment
+from trainer.training.tensor_files import CheckpointError
 from trainer.wording import printable
 
 logger = get_logger(__name__)
@@ -66,9 +67,11 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
     if run_dir.path.exists() and not run_dir.is_new:
         stack.enter_context(run_dir.lock(config.distributed.timeout_sec))
     if restarts != "0" and resume != "auto":  # the checkpoint that the first attempt continued
-        saved = checkpoint.complete_checkpoints(run_dir.checkpoints)
-        if saved and checkpoint.read_state(saved[0])["config"]["checkpoint"]["resume"] == resume:
-            resume = "auto"
+        for saved in checkpoint.complete_checkpoints(run_dir.checkpoints):
+            with suppress(CheckpointError):  # an earlier one says it, too
+                if checkpoint.read_state(saved)["config"]["checkpoint"]["resume"] == resume:
+                    resume = "auto"
+                break
     if config.checkpoint.remote is not None:
         store = need(plan.parts.store, "checkpoint.remote")
         found, uploads = store.find_checkpoint(config, run_dir, resume, partial(_make_ready, run_dir, plan, stack))

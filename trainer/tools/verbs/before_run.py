@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -172,9 +173,9 @@ def _in_words(source: Mapping[str, Any]) -> str:
 
 
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
-    """Refuse what a run would refuse at its start. Reads weights, but neither data nor what a
-    checkpoint holds. Raises UserError: the first of them."""
-    from trainer.import_path import resolve_target
+    """Refuse what a run would refuse at its start. Reads weights, and settings of a checkpoint,
+    but no data. Raises UserError: the first of them."""
+    from trainer.import_path import refuse_arguments, resolve_target
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
@@ -193,7 +194,8 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
         weights, _ = read_weights(config.model.weights)
         check_fit(model, weights, key="model.weights", path=config.model.weights)
     for extension in config.extension:
-        resolve_target(extension.target, "extension.target")
+        made = partial(resolve_target(extension.target, "extension.target"), None)
+        refuse_arguments(made, extension.target, extension.args, key="extension.args")
     for source in plan.sources:
         if source.table.target is not None and not source.is_off:
             resolve_target(source.table.target, f"source {source.name}: target")

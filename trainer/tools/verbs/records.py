@@ -239,7 +239,7 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
             outcome.append({"label": rows[0].label, "unit": rows[0].unit, **columns})
         print_json({"runs": found, "config": config, "outcome": outcome, "seeds": seeds})
         return
-    heads = [f"{rows[0].label} {rows[0].unit}" for rows in results]
+    heads = [escape(f"{rows[0].label} {rows[0].unit}") for rows in results]
     columns = {"": [*(escape(key) for key, _ in differing), *heads, "Verdict"]}
     for number, each in enumerate(diagnoses):
         cells = [value_text(values[number]) for _, values in differing]
