@@ -108,7 +108,7 @@ def document_limits(documents: Mapping[str, float], shares: Mapping[str, float],
     for name, count in documents.items():
         if shares[name] > 0:
             lanes = count / (DOCUMENTS_PER_LANE * num_shards * shares[name])
-            found.append(LaneLimit(lanes, f"the source {name} has about {count:,.0f} documents"))
+            found.append(LaneLimit(lanes, f"the source {name} has about {counted(count, 'document')}"))
     return found
 
 

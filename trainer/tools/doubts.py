@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.data_tables import SourceTable
-from trainer.config.rules import data_shards, reads_lanes, tokens_per_micro
+from trainer.config.rules import data_shards, tokens_per_micro
 from trainer.config.schema import RunConfig
 from trainer.data.formats import FORMATS, format_name, load_documents, takes_option
 from trainer.data.groups import file_bytes, nothing_left, open_stream
@@ -205,16 +205,6 @@ def _by_bytes(plan: Plan, source: Source) -> Content:
         else:  # ids, of which nothing is read without an id to look for
             tokens += len(load_documents(stream.path, replace(read, eod=None)).tokens)
     return Content(tokens)
-
-
-def lane_doubts(plan: Plan, found: Mapping[str, Content]) -> Iterator[UserError]:
-    """More rows than documents: a step has several rows of one."""
-    rows = plan.config.data.mixing.batch_size * plan.facts.data_shards
-    documents = sum(each.documents for each in found.values())
-    if reads_lanes(plan.config) and 0 < documents < rows:
-        problem = f"{counted(documents, 'document')} for {counted(rows, 'row')}: a step has several of one document"
-        fix = f"set it to {max(documents // plan.facts.data_shards, 1)}, or add data"
-        yield UserError("data.mixing.batch_size", problem, fix)
 
 
 def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:

@@ -29,6 +29,7 @@ from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
 from trainer.data.weights import ScheduledWeight, positions
 from trainer.distributed.env import RankInfo
 from trainer.distributed.strategy import Replicated, Strategy, layout_for
+from trainer.errors import UserError
 from trainer.files import allow_open_files
 from trainer.import_path import users_code
 from trainer.ledger.ledger import Ledger
@@ -191,6 +192,13 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
         return Lanes({})
     shares = _largest_shares([source.weight for source in own], config.micro_batches)
     documents = {each.name: count_documents(each.streams, *reading(plan, each)[:2]) for each in own}
+    total, rows = sum(documents.values()), config.data.mixing.batch_size * facts.data_shards
+    if 0 < total < rows:
+        problem = f"{counted(total, 'document')} for {counted(rows, 'row')}: a step has several of one document"
+        fix = f"set it to {int(total / facts.data_shards)}, or add data"
+        if total < facts.data_shards:
+            fix = "use fewer ranks, or add data"
+        logger.warning("%s", UserError("data.mixing.batch_size", problem, fix).message)
     by_name = dict(zip(documents, shares, strict=True))
     limits = document_limits(documents, by_name, facts.data_shards)
     memory_here, files = plan.limits or (memory_of(device), allow_open_files())

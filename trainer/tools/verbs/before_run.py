@@ -51,7 +51,7 @@ def check(
         from trainer.config.rules import needs_of_cuda
         from trainer.lab.contract_check import check_here, refuse_breaches
         from trainer.metrics.logger import get_logger
-        from trainer.tools.doubts import contents, lane_doubts
+        from trainer.tools.doubts import contents
         from trainer.training.build import plan_lanes, runs_on
         from trainer.training.plan import make_plan, width_of
 
@@ -65,8 +65,6 @@ def check(
             for unmet in needs_of_cuda(resolved.train):
                 logger.warning("a run on this machine is refused: %s", unmet.message)
         content = contents(plan)
-        for doubt in lane_doubts(plan, content):
-            logger.warning("%s", doubt.message)
         facts = _derived(plan, model, device, plan_lanes(plan, width_of(model), device))
         report = "--no-contract" if no_contract else check_here(plan)
         if isinstance(report, str):
@@ -166,7 +164,7 @@ def _in_words(source: Mapping[str, Any]) -> str:
     if "share" in source:
         text += f"; {source['share']:.1%} of what is read"
     if "steps_per_epoch" in source:
-        text += f", an epoch takes {source['steps_per_epoch']:,.0f} steps"
+        text += f", an epoch takes {counted(source['steps_per_epoch'], 'step')}"
         if not source["documents"]:
             text += " at most" if source["positions"] else " without padding"
     return text
