@@ -208,7 +208,7 @@ class BlendDataset:
             rows: Any = batch.get("tokens", batch.get("targets"))
             labels: Any = [self.sources[index].name] * len(rows)
             if "segment_ids" in batch:  # one for each segment
-                labels = (self.sources[index].name,) * (int(np.max(batch["segment_ids"])) + 1)
+                labels = (self.sources[index].name,) * (int(np.asarray(batch["segment_ids"]).max()) + 1)
             batch = {**batch, "dataset_labels": labels}
         return batch
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.data.blend import BlendDataset, BlendSource, UnreadSource
 from trainer.data.pool import EXHAUST_EVENTS, PICKS, pool_metric_keys
@@ -51,6 +52,8 @@ def test_sources_that_end_are_left_out_and_the_last_one_ends_the_blend():
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(blend)
+    packed = [{"targets": torch.zeros(2, 3), "segment_ids": torch.tensor([[0, 0, 1], [2, 3, 3]])}]
+    assert next(BlendDataset([BlendSource("a", packed, ConstantWeight(1))], seed=0))["dataset_labels"] == ("a",) * 4
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -113,9 +116,8 @@ def test_weights_that_change_at_a_resume_are_as_if_they_had_been_a_schedule(writ
 def test_a_blend_without_or_with_equal_names_is_refused():
     with pytest.raises(UserError, match="at least one source"):
         BlendDataset([], seed=0)
-    source = BlendSource("a", Plain(), ConstantWeight(1))
     with pytest.raises(UserError, match="two sources are called 'a'"):
-        BlendDataset([source, source], seed=0)
+        BlendDataset([BlendSource("a", Plain(), ConstantWeight(1))] * 2, seed=0)
 
 
 def blended(streams, mixing, *, weight=1.0, seed=0, **kwargs):
