@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -76,12 +76,12 @@ class Located:
 
 
 class Lane:
-    """A row position, and the group that it reads."""
+    """A row position, and the groups that it reads."""
 
     __slots__ = ("groups", "offset", "rows")
 
     def __init__(self) -> None:
-        self.groups: list[Handed] = []  # what it reads, the next one last; between rows at most one
+        self.groups: list[Handed] = []  # the next one last; between rows at most one
         self.offset = self.rows = 0  # of the next one: tokens read, and rows that it was in
 
     @property
@@ -92,23 +92,35 @@ class Lane:
         name, stream = of.source.groups.namespace, of.source.stream.stream_id
         return Place(name, of.epoch, stream, of.group, of.group_id, self.offset, self.rows)
 
+    def read(self, row_tokens: int, *, runs_on: bool) -> tuple[list[Read], tuple[int, ...]]:
+        """Move on by a row: its segments, and its `ROW_KEYS`."""
+        at, found, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
+        while at < row_tokens and self.groups:
+            of, offset = self.groups[-1], self.offset
+            if not at and (offset or not runs_on):
+                lookup = (of.group_id, self.rows, offset)
+            size = of.num_tokens - offset
+            if size > row_tokens - at:  # the rest in later rows
+                size = row_tokens - at
+                end = (of.group_id, self.rows)
+                self.offset += size
+                self.rows += 1
+            else:
+                self.groups.pop()
+                self.offset = self.rows = 0
+            found.append((of, offset, size))
+            at += size
+            if not runs_on:
+                break
+        return found, (*lookup, *end, len(found))
 
-Refill = Callable[[Lane, int, int], bool]
-"""Gives a lane, at this position of a row, groups of at least so many tokens; False: none now."""
 
+class Pieces(NamedTuple):
+    """The next rows, before they are copied: segments, and the gaps behind the last ones."""
 
-class Gathered(NamedTuple):
-    """The content of the next rows, before it is copied: segments and gaps, in order."""
-
-    pieces: list[TokenArray]  # their tokens, of a gap 0
+    reads: list[Read | None]  # None: a gap
+    tokens: list[TokenArray]  # of a gap 0
     inputs: list[int]  # the first one of each
-    segments: list[int]  # their numbers, -1: a gap
-    gaps: list[slice]  # positions, counted through all rows
-    begun: list[int]  # positions at which a group begins
-    labels: list[str]  # the source of each segment
-    modalities: list[str]  # and its modality
-    rows: list[list[Read]]  # segments by row
-    groups: list[int]  # `ROW_KEYS` of each row
 
 
 class Collator:
@@ -126,6 +138,8 @@ class Collator:
     none.
     """
 
+    _unknown: float = IGNORED  # the target of a gap
+
     def __init__(self, tokenizer: Tokenizer, *, row_tokens: int, runs_on: bool) -> None:
         self._row_tokens, self._runs_on = row_tokens, runs_on
         self._bos, self._tokenizer = tokenizer.bos_id, tokenizer
@@ -136,90 +150,70 @@ class Collator:
             # Extended so that index IGNORED (from the end) is -1: one take then serves all targets.
             self._types = np.concatenate([self._types, np.full(-IGNORED, -1, dtype=np.int8)])
 
-    def batch(self, lanes: Sequence[Lane], refill: Refill) -> Batch:
+    def batch(self, lanes: Sequence[Lane]) -> Batch:
         """The next row of each lane. UserError: a file was cut, or has an unknown id."""
-        count, length = len(lanes), self._row_tokens
-        found = self._gather(lanes, refill)
-        sizes = np.array(list(map(len, found.pieces)))
-        flat = self._content(found, sizes)
-        flat["segment_ids"] = np.array(found.segments, np.int32).repeat(sizes)
-        if self._runs_on:
-            flat["resets"] = np.zeros(count * length, np.bool_)
-            flat["resets"][found.begun] = True
-        batch: Batch = {key: value.reshape(count, length, *value.shape[1:]) for key, value in flat.items()}
-        columns = np.array(found.groups, np.int64).reshape(count, len(ROW_KEYS)).T.copy()
-        batch |= dict(zip(ROW_KEYS, columns, strict=True))
+        shape, runs_on = (len(lanes), self._row_tokens), self._runs_on
+        rows, keys = zip(*(lane.read(self._row_tokens, runs_on=runs_on) for lane in lanes), strict=True)
+        found = self._pieces(rows)
+        sizes = np.array(list(map(len, found.tokens)))
+        begins = sizes.cumsum() - sizes
+        flat = self._content(found, begins)
+        is_gap = np.array([each is None for each in found.reads])
+        in_gap = is_gap.repeat(sizes)
+        for value in flat.values():
+            value[in_gap] = 0
+        flat["targets"][in_gap] = self._unknown
+        segments = (~is_gap).cumsum() - 1
+        segments[is_gap] = -1
+        flat["segment_ids"] = segments.astype(np.int32).repeat(sizes)
+        if runs_on:
+            is_begun = [each is not None and not each[1] for each in found.reads]
+            flat["resets"] = np.zeros(len(lanes) * self._row_tokens, np.bool_)
+            flat["resets"][begins[is_begun]] = True
+        batch: Batch = {key: value.reshape(*shape, *value.shape[1:]) for key, value in flat.items()}
+        batch |= dict(zip(ROW_KEYS, np.array(keys, np.int64).T.copy(), strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
-        if not self._runs_on:
+        if not runs_on:
             del batch["end_ids"], batch["end_cell_index"]
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
-        located = Located(found.rows, batch["group_ids"], batch["cell_index"])
-        for of, _, _ in chain.from_iterable(found.rows):
-            located.documents.add((of.source.groups.namespace, of.source.stream.stream_id, of.document))
+        located = Located(rows, batch["group_ids"], batch["cell_index"])
+        sources = [(of.source, of.document) for of, _, _ in chain.from_iterable(rows)]
+        located.documents |= {(of.groups.namespace, of.stream.stream_id, each) for of, each in sources}
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"] = tuple(found.labels)
-        batch["dataset_segments"] = tuple(found.modalities)
+        batch["dataset_labels"] = tuple(of.groups.namespace for of, _ in sources)
+        batch["dataset_segments"] = tuple(of.stream.modality for of, _ in sources)
         batch["instability_meta_json"] = located
         return batch
 
-    def _gather(self, lanes: Sequence[Lane], refill: Refill) -> Gathered:
-        """Move each lane on by a row."""
-        length, runs_on, bos = self._row_tokens, self._runs_on, self._bos
-        found = Gathered([], [], [], [], [], [], [], [], [])
-        # In local names: this loop runs for every document.
-        pieces, inputs, segments, gaps, begun, labels, modalities, rows, groups = found
-        last, checked = None, set()
-        room = length if runs_on else 1  # how much of a row the next groups may fill
-        for row, lane in enumerate(lanes):
-            at, read, lookup, end = 0, [], (-1, 0, 0), (-1, 0)
-            while at < length and (lane.groups or refill(lane, at, room - at)):
-                of, offset = lane.groups[-1], lane.offset
-                _, source, _, group_id, _, first, size, begin = of
-                if source is not last:
-                    last, tokens = source, source.documents.tokens
-                    label, modality = source.groups.namespace, source.stream.modality
-                    if id(source) not in checked:
-                        check_size(source)
-                        checked.add(id(source))
-                if not offset:
-                    begun.append(row * length + at)
-                if not at and (offset or not runs_on):
-                    lookup = (group_id, lane.rows, offset)
-                begin += offset
-                size -= offset
-                if size > length - at:  # the rest in later rows
-                    size = length - at
-                    end = (group_id, lane.rows)
-                    lane.offset += size
-                    lane.rows += 1
-                else:
-                    lane.groups.pop()
-                    lane.offset = lane.rows = 0
+    def _pieces(self, rows: Sequence[Sequence[Read]]) -> Pieces:
+        found, checked, last = Pieces([], [], []), set(), None
+        reads, pieces, inputs = found  # in local names: this loop runs for every document
+        for row in rows:
+            gap = self._row_tokens
+            for read in row:
+                of, offset, size = read
+                if of.source is not last:
+                    last, tokens = of.source, of.source.documents.tokens
+                    if id(last) not in checked:
+                        check_size(last)
+                        checked.add(id(last))
+                begin = of.begin + offset
                 pieces.append(tokens[begin : begin + size])
                 # A document's first token is predicted from the id that begins documents.
-                inputs.append(tokens.item(begin - 1) if first or offset else bos)
-                segments.append(len(labels))
-                labels.append(label)
-                modalities.append(modality)
-                read.append((of, offset, size))
-                at += size
-                if not runs_on:
-                    break
-            if at < length:
-                pieces.append(self._nothing[at:])
+                inputs.append(tokens.item(begin - 1) if of.first or offset else self._bos)
+                gap -= size
+            reads += row
+            if gap:
+                reads.append(None)
+                pieces.append(self._nothing[:gap])
                 inputs.append(0)
-                segments.append(-1)
-                gaps.append(slice(row * length + at, (row + 1) * length))
-            rows.append(read)
-            groups += (*lookup, *end, len(read))
         return found
 
-    def _content(self, found: Gathered, sizes: Ints) -> Batch:
+    def _content(self, found: Pieces, begins: Ints) -> Batch:
         """Inputs and targets, row behind row. Raises UserError at an id outside the vocabulary."""
         # All segments are copied together: for each by itself, that would cost more than all else.
-        tokens, targets = np.empty((2, int(sizes.sum())), np.int64)
-        np.concatenate(found.pieces, out=targets, casting="unsafe")
+        targets = np.concatenate(found.tokens, dtype=np.int64, casting="unsafe")
         # Nobody may have checked the token before a group that begins behind a cut.
         # As unsigned, a negative id is a large one.
         inputs = np.array(found.inputs, np.int64)
@@ -227,14 +221,13 @@ class Collator:
         if max(before, targets.view(np.uint64).max()) >= self._num_ids:
             self._refuse_ids(found)
         # A token is predicted from the one before it, the first of a segment from its first input.
+        tokens = np.empty_like(targets)
         tokens[1:] = targets[:-1]
-        tokens[sizes.cumsum() - sizes] = found.inputs
-        for gap in found.gaps:
-            tokens[gap], targets[gap] = 0, IGNORED
+        tokens[begins] = inputs
         return {"tokens": tokens, "targets": targets}
 
-    def _refuse_ids(self, found: Gathered) -> None:
-        for of, offset, size in chain.from_iterable(found.rows):
+    def _refuse_ids(self, found: Pieces) -> None:
+        for of, offset, size in filter(None, found.reads):
             documents, start = of.source.documents, max(of.first + offset - 1, 0)
             tokens = documents.read(of.document, start, of.first + offset + size)
             bounds = IdBounds.of(of.source.stream.path, self._tokenizer)

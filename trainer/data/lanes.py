@@ -154,6 +154,7 @@ class LaneBlend(BlendDataset):
         super().__init__(sources, **how)
         self._rows, self._row_tokens, self.lane_sets = rows, row_tokens, lane_sets
         self._most_rows, self._shrinks = rows, shrinks
+        self._least = max(1, row_tokens * runs_on)  # tokens that a lane is given for a row
         if documents:
             self._constants[DOCUMENTS] = documents
             self.metric_keys = (*self.metric_keys, DOCUMENTS)
@@ -233,12 +234,14 @@ class LaneBlend(BlendDataset):
                 self._lay_out(wanted, kept, self._waiting)
                 first = 0
             lanes = self._lanes[first : first + self._rows]
-            batch = self._collator.batch(lanes, self._refill)
-            if batch["dataset_labels"]:
+            for lane in lanes:
+                self._fill(lane)
+            if any(lane.groups for lane in lanes):
                 break
             if not any(self._lane_places):
                 self._stop_or_refuse()
             # Nothing begins any more: read the sets that still have documents.
+        batch = self._collator.batch(lanes)
         self._lane_places[first : first + self._rows] = map(attrgetter("place"), lanes)
         # Documents that continue; new ones were charged when they were handed out.
         going_on: defaultdict[str, int] = defaultdict(int)
@@ -252,7 +255,7 @@ class LaneBlend(BlendDataset):
 
     def masked(self) -> Batch:
         """A micro-batch of which nothing is learnt."""
-        return self._collator.batch([Lane() for _ in range(self._rows)], lambda *_: False)
+        return self._collator.batch([Lane() for _ in range(self._rows)])
 
     def _wanted_sets(self) -> int:
         """The sets of lanes at the next micro-batch, by the size of its step."""
@@ -301,15 +304,15 @@ class LaneBlend(BlendDataset):
         self._counts[index] += num_tokens
         self._total += num_tokens
 
-    def _refill(self, lane: Lane, at: int, room: int) -> bool:
-        """Give a lane its next groups, of `room` tokens or more; False if there is none now."""
-        if self._waiting:
-            if at:  # a state is looked up where a row begins, not within it
-                return False
+    def _fill(self, lane: Lane) -> None:
+        """Give a lane the groups of its next row, behind the one that it reads."""
+        if self._waiting and not lane.groups:
             self._take_up(lane, self._waiting.pop(0))
-            return True
+        if self._waiting:  # nothing new begins; a state is looked up where a row begins, not within it
+            return
+        left = self._row_tokens - sum(each.num_tokens - lane.offset for each in lane.groups)
+        room = left - self._row_tokens + self._least
         groups: list[Handed] = []
-        left = max(room, self._row_tokens - at)  # of the row
         while room > 0:
             index = self._largest()
             if index < 0:
@@ -331,8 +334,7 @@ class LaneBlend(BlendDataset):
                 self._undrained.add(index)
                 room -= num_tokens
                 left -= num_tokens
-        lane.groups = groups[::-1]
-        return bool(groups)
+        lane.groups = groups[::-1] + lane.groups
 
     def _take_up(self, lane: Lane, place: Place) -> None:
         """Let a lane read on at a saved place. Raises ValueError: there is none."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.arrays import IGNORED, Ints, is_known
-from trainer.data.collate import TRAINED, Batch, Collator, Gathered, Lane, Refill
+from trainer.data.collate import TRAINED, Batch, Collator, Lane, Pieces
 from trainer.data.documents import (
     Reader,
     ReadOptions,
@@ -47,9 +46,9 @@ class MaskedTable(TokenTable):
 class CountingCollator(Collator):
     """Counts the targets of documents that are known, and all: the others fill rows, too."""
 
-    def batch(self, lanes: Sequence[Lane], refill: Refill) -> Batch:
+    def batch(self, lanes: Sequence[Lane]) -> Batch:
         """The next row of each lane."""
-        batch = super().batch(lanes, refill)
+        batch = super().batch(lanes)
         known = is_known(batch["targets"])[batch["segment_ids"] >= 0]
         return {**batch, TRAINED: (int(known.sum()), known.size)}
 
@@ -57,17 +56,17 @@ class CountingCollator(Collator):
 class MaskedCollator(CountingCollator):
     """Takes the tokens of a `MaskedTable` apart."""
 
-    def _content(self, found: Gathered, sizes: Ints) -> Batch:
-        begins, untrained = sizes.cumsum() - sizes, np.zeros(sizes.sum(), np.bool_)
-        filled = [at for at, segment in enumerate(found.segments) if segment >= 0]  # the others are gaps
-        for at, (of, offset, size) in zip(filled, chain.from_iterable(found.rows), strict=True):
-            if isinstance(of.source.documents, MaskedTable):
-                untrained[begins[at] : begins[at] + size] = found.pieces[at] & 1
-                found.pieces[at] = found.pieces[at] >> 1
+    def _content(self, found: Pieces, begins: Ints) -> Batch:
+        untrained = [np.zeros(len(piece), np.bool_) for piece in found.tokens]
+        for at, read in enumerate(found.reads):
+            if read is not None and isinstance(read[0].source.documents, MaskedTable):
+                of, offset, _ = read
+                untrained[at] = (found.tokens[at] & 1).astype(np.bool_)
+                found.tokens[at] = found.tokens[at] >> 1
                 if of.first or offset:  # not the id that begins documents
                     found.inputs[at] >>= 1
-        flat = super()._content(found, sizes)
-        flat["targets"][untrained] = IGNORED
+        flat = super()._content(found, begins)
+        flat["targets"][np.concatenate(untrained)] = IGNORED
         return flat
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.arrays import Ints, is_known
-from trainer.data.collate import Batch, Collator, Gathered
+from trainer.data.collate import Batch, Collator, Pieces
 from trainer.data.documents import TokenTable, damaged, table_from_pieces
 from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
 from trainer.data.records import BATCH_ROWS, pyarrow_for
@@ -157,34 +156,33 @@ def _parts(rows: Any, targets: Sequence[int]) -> tuple[Any, Any]:
 class SeriesCollator(CountingCollator):
     """Gives `features` [B, T, ...] in the place of tokens, and float targets, NaN in gaps."""
 
+    _unknown = np.nan
+
     def __init__(self, tokenizer: Tokenizer, **how: Any) -> None:
         super().__init__(tokenizer, **how)
         assert isinstance(tokenizer, Series)
         self._series, self._targets = tokenizer, tokenizer.targets
         self._nothing: Any = np.zeros((self._row_tokens, tokenizer.width), np.float32)
 
-    def _content(self, found: Gathered, sizes: Ints) -> Batch:
+    def _content(self, found: Pieces, begins: Ints) -> Batch:
         with np.errstate(over="ignore"):  # refused below
-            rows = np.concatenate(found.pieces, dtype=np.float32, casting="same_kind")
+            rows = np.concatenate(found.tokens, dtype=np.float32, casting="same_kind")
         features, targets = _parts(rows, self._targets)
         if not self._targets:  # from the row before, which of a segment's first one is in another piece
-            features, reads = np.zeros_like(rows), chain.from_iterable(found.rows)
+            features = np.zeros_like(rows)
             features[1:] = rows[:-1]
-            for at, segment in zip(sizes.cumsum() - sizes, found.segments, strict=True):
-                features[at] = 0.0
-                if segment >= 0:
-                    of, offset, _ = next(reads)
-                    if of.first or offset:
-                        features[at] = of.source.documents.tokens[of.begin + offset - 1]
+            features[begins] = 0.0
+            for at, read in zip(begins, found.reads, strict=True):
+                if read is not None and (read[0].first or read[1]):
+                    of, offset, _ = read
+                    features[at] = of.source.documents.tokens[of.begin + offset - 1]
         is_fit = np.isfinite(rows).all() if not self._targets else not np.isinf(targets).any()
-        for gap in found.gaps:
-            features[gap], targets[gap] = 0.0, np.nan
         if not (is_fit and np.isfinite(features).all()):
             self._refuse(found)
         return {"features": features, "targets": targets}
 
-    def _refuse(self, found: Gathered) -> None:
-        for of, offset, size in chain.from_iterable(found.rows):
+    def _refuse(self, found: Pieces) -> None:
+        for of, offset, size in filter(None, found.reads):
             start = max(of.first + offset - 1, 0)
             rows = of.source.documents.read(of.document, start, of.first + offset + size)
             self._series.refuse_unfit(of.source.stream.path, of.document, start, rows)

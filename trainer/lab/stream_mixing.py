@@ -119,21 +119,17 @@ class StreamReader:
 
     def next_lanes(self) -> list[Lane]:
         """Advance by a batch: the lanes with a row in it; none if only other ranks have rows."""
-        lanes = enumerate(self._lanes)
-        found = [lane for number, lane in lanes if lane.groups or self._refill(number, lane)]
+        for number, lane in enumerate(self._lanes):
+            at = self._next[number]
+            if not lane.groups and at < self._stop[number]:
+                self._next[number] += 1
+                # After a resume in the middle of a group, its first rows were read already.
+                rows = int(self._cells_before[at] + self.taken - self._begins[at])
+                lane.groups = self.source.hand(self._groups[at : at + 1], self._epoch)
+                lane.offset, lane.rows = rows * self.source.seq_len, rows
+        found = [lane for lane in self._lanes if lane.groups]
         self.position += len(found)
         return found
-
-    def _refill(self, number: int, lane: Lane) -> bool:
-        at = self._next[number]
-        if at == self._stop[number]:
-            return False
-        self._next[number] += 1
-        # After a resume in the middle of a group, its first rows were read already.
-        rows = int(self._cells_before[at] + self.taken - self._begins[at])
-        lane.groups = self.source.hand(self._groups[at : at + 1], self._epoch)
-        lane.offset, lane.rows = rows * self.source.seq_len, rows
-        return True
 
 
 class StreamMixingDataset(StreamSource[Slice, StreamReader]):
@@ -224,7 +220,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
                 self.refuse_nothing()
             if not self._mix.repeat:
                 raise StopIteration
-        batch = self._collator.batch(lanes, lambda *_: False)
+        batch = self._collator.batch(lanes)
         del batch["segment_ids"]
         rows, located = len(batch["targets"]), batch["instability_meta_json"]
         batch["dataset_labels"] = [self.name for _ in range(rows)]
