@@ -370,7 +370,7 @@ class LaneBlend(BlendDataset):
             "lanes": self.places,
             "rows": self._rows,
             "shard": list(self._shard),
-            "groups": len(self._lanes) // self._rows,
+            "groups": len(self._lanes) // self._rows,  # sets of lanes
             "turn": self._turn,
         }
 
