@@ -235,6 +235,6 @@ class Collator:
 
 
 def make_collator(tokenizer: Tokenizer, mask: Mask | None = None, *, row_tokens: int, runs_on: bool) -> Collator:
-    """That of the source's documents."""
+    """Of what the documents are: tokens, tokens with a mask, or what a `Reader` reads."""
     make: type[Collator] = getattr(reader_of(tokenizer, mask), "collator", Collator)
     return make(tokenizer, row_tokens=row_tokens, runs_on=runs_on)

@@ -103,7 +103,7 @@ def documents_drawn_from(documents: Mapping[str, float], shares: Mapping[str, fl
 
 
 def document_limits(documents: Mapping[str, float], shares: Mapping[str, float], num_shards: int) -> list[LaneLimit]:
-    """By source, from its documents in an epoch and the largest share of tokens that it gets."""
+    """By source, the most lanes of a shard, by its documents in an epoch and its largest share."""
     found = []
     for name, count in documents.items():
         if shares[name] > 0:
@@ -133,7 +133,7 @@ DOCUMENTS = "data/documents"
 class LaneBlend(BlendDataset):
     """An iterator of micro-batches [B, T] from B = `rows` lanes; their keys: `collate.Collator`.
 
-    `lane_sets`: of so many lanes, by the micro-batches of a step; absent: 1. `documents`: those to
+    `lane_sets`: sets of B lanes, by the micro-batches of a step; absent: 1. `documents`: those to
     draw from, which are reported (0: unknown). `shrinks`: halve the rows once half hold the rest.
     Sources are `ShardSource`s, or off. `how`, and errors: of `BlendDataset`; or a file is damaged.
     """
@@ -269,9 +269,8 @@ class LaneBlend(BlendDataset):
         self._lanes = [*lanes[:num_lanes], *(Lane() for _ in range(num_lanes - len(lanes)))]
         self._lane_places, self._turn = [lane.place for lane in self._lanes], turn
         if self._waiting:
-            text = "%s will continue once a row is free: %s were read at once, and now there are %s"
-            number = len(self._waiting)
-            logger.info(text, counted(number, "document"), number + num_lanes, num_lanes)
+            text = "%s will continue once a row is free: there are only %s now"
+            logger.info(text, counted(len(self._waiting), "document"), counted(num_lanes, "lane"))
 
     def _note_open(self) -> None:
         """Derive `_open`, `_whole` and `_is_alone`; after every change of `_shares` or `_ended`."""
