@@ -120,7 +120,7 @@ class Pieces(NamedTuple):
 
     reads: list[Read | None]  # None: a gap
     tokens: list[TokenArray]  # of a gap 0
-    inputs: list[int]  # the first one of each
+    inputs: list[int]  # the first one of each; of a gap 0
 
 
 class Collator:
@@ -159,10 +159,7 @@ class Collator:
         begins = sizes.cumsum() - sizes
         flat = self._content(found, begins)
         is_gap = np.array([each is None for each in found.reads])
-        in_gap = is_gap.repeat(sizes)
-        for value in flat.values():
-            value[in_gap] = 0
-        flat["targets"][in_gap] = self._unknown
+        flat["targets"][is_gap.repeat(sizes)] = self._unknown
         segments = (~is_gap).cumsum() - 1
         segments[is_gap] = -1
         flat["segment_ids"] = segments.astype(np.int32).repeat(sizes)
