@@ -179,7 +179,8 @@ def test_rows_hold_the_same_tokens_whatever_is_trained_and_go_on_in_the_middle_o
     write_jsonl(tmp_path / "a.jsonl", {"text": TEXTS, "mask": SPANS})
 
     def rows_of(mask):
-        options = options_of({"tokenizer": load_tokenizer("bytes"), "loss_mask": mask, "namespace": "a", "seq_len": 5})
+        how = {"namespace": "a", "seq_len": 5, "max_group_cells": 2}
+        options = options_of({"tokenizer": load_tokenizer("bytes"), "loss_mask": mask, **how})
         source = BlendSource("a", ShardSource(discover_direct([tmp_path / "a.jsonl"]), *options), ConstantWeight(1.0))
         return LaneBlend([source], seed=0, rows=2, row_tokens=5, runs_on=True, tokenizer=options[1].tokenizer)
 
