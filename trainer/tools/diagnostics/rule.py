@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -66,21 +67,33 @@ class Knob:
 
     key: str
     current: Any  # None: unknown
-    suggested: Any  # a value to try
+    suggested: Any  # a value to try, or what to change
+    in_words: bool = False  # what to change: no value that can be set
 
     @classmethod
     def of(cls, run: RunRecord, key: str, suggested: Any) -> Knob:
         """With the current value of the run."""
         return cls(key, run.setting(key), suggested)
 
+    @classmethod
+    def scaled(cls, run: RunRecord, key: str, factor: int | float, otherwise: str) -> Knob:
+        """The current value times a factor; `otherwise`, in words, if it is unknown or 0."""
+        current = run.setting(key)
+        if not isinstance(current, int | float) or not current:
+            return cls(key, None, otherwise, in_words=True)
+        return cls(key, current, factor * current)
+
     def __str__(self) -> str:
-        return f"{self.key} = {self.suggested}" + f" (now {self.current})" * (self.current is not None)
+        """`ledger.capacity = 128 (now 64)`, as in a config; `data.source: more data`."""
+        now = f" (now {json.dumps(self.current, default=str)})" * (self.current is not None)
+        if self.in_words:
+            return f"{self.key}: {self.suggested}{now}"
+        return f"{self.key} = {json.dumps(self.suggested)}{now}"
 
 
 def lower_lr(run: RunRecord) -> Knob:
     """Half the learning rate."""
-    lr = run.setting("optimizer.lr")
-    return Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it")
+    return Knob.scaled(run, "optimizer.lr", 0.5, "half of it")
 
 
 @dataclass(frozen=True)
@@ -161,12 +174,12 @@ def aligned(*columns: Series) -> list[Series]:
 
 
 def micro_batches(run: RunRecord, since: int = 0) -> int:
-    """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
+    """Micro-batches of a data shard in a step, the fewest since a step; 1 if unknown."""
     setting = run.setting("train.micro_batches")
     if isinstance(setting, int):
         for restart in run.restarts:  # with fewer before
             match restart.details:
-                case {"changed": {"train.micro_batches": {"before": int(before)}}}:
+                case {"changed": {"train.micro_batches": {"before": int(before)}}} if restart.global_step >= since:
                     setting = min(setting, before)
         return max(setting, 1)
     # A schedule: only the record says what it came to.
@@ -174,7 +187,7 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 
 def batches_through(run: RunRecord, step: int) -> int:
-    """Micro-batches of a rank through a step; each row's number holds since the row before."""
+    """Micro-batches of a data shard through a step; each row's number holds since the row before."""
     if isinstance(run.setting("train.micro_batches"), int):
         return step * micro_batches(run)
     total, before, m = 0.0, 0, 1.0

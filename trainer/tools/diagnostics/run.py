@@ -70,7 +70,7 @@ def data_bound(run: RunRecord) -> Outcome:
         return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
     slowest = max(stages, key=lambda stage: stage.total)
     words += f"; of the stages of reading, {slowest.key} took most"
-    knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]])
+    knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]], in_words=True)
     return finding(words, waits.evidence(), slowest.evidence(), knob=knob)
 
 

@@ -43,14 +43,14 @@ def repeated_data(run: RunRecord) -> Outcome:
     if not noise:
         return not_yet("no row has a noise scale yet")
     last = noise.steps[-1]
-    other_data = Knob("data.source", None, "a part of its own for every rank")
+    other_data = Knob("data.source", None, "a part of its own for every rank", in_words=True)
     if noise.values[-1] == signal.values[-1] == 0.0:
         return not_measured("the gradient is 0")
     words = f"(noise {number_text(noise.values[-1])} at step {last:,})"
     if abs(noise.values[-1]) <= limits.ROUNDING * batch.values[-1] * abs(signal.values[-1]):
         words = f"all micro-batches of a step have the same gradient {words}: they are the same data"
         return finding(words, noise.evidence([len(noise) - 1]), knob=other_data)
-    ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
+    ratio, error = aligned(*(series(run, key).since(last) for key in (CONSISTENCY, f"{CONSISTENCY}_se")))
     if not ratio:
         # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
         per_micro = series(run, B_SMALL).values
@@ -73,7 +73,8 @@ def repeated_data(run: RunRecord) -> Outcome:
     is_own = any("target" in table for table in run.setting("data.source", []))
     if abs(value - 1.0) > within and has_full_rows(run) and not is_own:
         words += ": the rows of a step are not independent, and the noise scale is wrong"
-        knob = Knob.of(run, "data.mixing.spread", "larger, or more and shorter documents")
+        spread = run.setting("data.mixing.spread")
+        knob = Knob("data.mixing.spread", spread, "larger, or more and shorter documents", in_words=True)
         return finding(words, evidence, severity="warning", knob=knob)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
