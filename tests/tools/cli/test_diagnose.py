@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +91,18 @@ def test_json_that_is_asked_for_is_printed_also_where_there_is_no_run(
     (tmp_path / "metrics.jsonl").touch()  # a run without rows
     done = program([*verb.split(), tmp_path, "--json"], capsys)
     assert json.loads(done.stdout, parse_constant=pytest.fail)
+
+
+def test_a_refusal_as_json_that_nobody_reads_is_still_said(tmp_path, monkeypatch, capsys) -> None:
+    stdout, (read_end, write_end) = os.dup(1), os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        done = program(["diagnose", tmp_path, "--json"], capsys)
+        os.dup2(stdout, 1)  # which is /dev/null now
+        os.dup2(stdout, write_end)
+    os.close(stdout)
+    assert "train ls DIR lists them" in done.mistake
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'

@@ -113,7 +113,7 @@ def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     if found and not curves:
         return not_measured("the gain by depth has no error: that takes five held-out documents")
     if number and not found:
-        return not_measured("the last evaluation has no gain by depth, or one that is not finite")
+        return not_measured("the last evaluation has no gain by depth, or numbers that are not finite")
     is_coming = run.setting("eval.depth") and run.setting("eval.every") and not run.evals.steps
     if not number and not is_coming:
         needed = "evaluations with eval.depth, a model with state and documents longer than a cell"

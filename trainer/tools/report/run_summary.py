@@ -162,7 +162,7 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
         row = []
         for number, (own, problem) in enumerate(held):
             value, error, note = None, None, problem
-            if _targets_of(runs[number]) != _targets_of(runs[first]):
+            if own and _targets_of(runs[number]) != _targets_of(runs[first]):
                 note = "of other tokens or targets: compare bits per byte"
             elif key in own and number != first:
                 value, error, note = _difference(losses, own[key])
@@ -271,7 +271,7 @@ def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:
 
 
 def value_text(value: Any) -> str:
-    """A config value as JSON."""
+    """A config value as JSON, up to `_MOST_TEXT` characters of it; a dash for None."""
     if value is None:
         return "–"
     return json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]

@@ -45,7 +45,7 @@ def sample(
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
 ) -> None:
-    """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
+    """Generate text, with the recurrent state carried from token to token."""
     require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
@@ -168,16 +168,14 @@ def export(
     trust_code: shared.TrustOption = False,
 ) -> None:
     """Write a run's weights: safetensors with its config, or as Hugging Face's."""
-    target = Path(out)
+    run, target = require_run(run_dir), Path(out)
     refuse_existing(out, force=force)
     from trainer.tools.saved_model import export_model, is_export
 
-    if target.is_dir() and any(target.iterdir()) and not is_export(target):
-        raise UserError(out, "is a directory with other files than an export", "name a new one")
     with writing(out):
-        made = export_model(
-            Path(run_dir), target, step=step, ema=ema, as_hugging_face=format == "hf", trust_code=trust_code
-        )
+        if target.is_dir() and any(target.iterdir()) and not is_export(target):
+            raise UserError(out, "is a directory with other files than an export", "name a new one")
+        made = export_model(run, target, step=step, ema=ema, as_hugging_face=format == "hf", trust_code=trust_code)
     what = "averaged weights" if ema else "weights"
     echo(f"wrote the {what} after step {made.step} and the config to {out}", err=True)
 
