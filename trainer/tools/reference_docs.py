@@ -20,8 +20,7 @@ def render_config_markdown() -> str:
     parts = [head.read_text(encoding="utf-8")]
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
-        parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
-        parts.append("\n")
+        parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n\n")
         for name, node in table["properties"].items():
             # The keys of a set's files are those of a source.
             is_told_before = title == "`[[eval.source]]`" and name in FilesTable.model_fields

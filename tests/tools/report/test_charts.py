@@ -201,5 +201,5 @@ def test_the_loss_against_depth_of_each_set_is_drawn_with_the_errors_that_are_kn
     assert [note[:3] for note in both.notes] == ["a: ", "c: "]
     title = "Is context worth its cost?"
     assert re.search(f"{re.escape(title)}.*over documents, carrying", render_page([diagnose(run)]), re.S)
-    for other in ({"loss": [1.0, 2.0]}, {**dict.fromkeys(numbers(), [1.0]), "eval/depth/1/loss": [math.inf]}):
+    for other in ({"loss": [1.0, 2.0]}, {**{key: [1.0] for key in numbers()}, "eval/depth/1/loss": [math.inf]}):
         assert title not in render_page([diagnose(record_of(other))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -44,9 +45,8 @@ def stuck_reader(run: RunRecord) -> Outcome:
     """A reader that waits longer than chance explains."""
     surprise, key = series(run, SURPRISE), "data.mixing.pick_mode"
     modes = {key: run.setting(key)}
-    for table in run.setting("data.source", []):
-        if own := (table.get("mixing") or {}).get("pick_mode"):
-            modes[f"data.source.{table.get('name')}.mixing.pick_mode"] = own
+    owns = {place: own.get("pick_mode") for place, own in _own_mixing(run).items()}
+    modes |= {f"{place}.pick_mode": own for place, own in owns.items() if own}
     drawn = [(key, mode) for key, mode in modes.items() if mode != "round_robin"]
     if not drawn:
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
@@ -65,9 +65,16 @@ def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
     return surprise.where(lambda nats: nats > limit), f"has a chance of {chance} (limit {alarm})"
 
 
+def _own_mixing(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """The tables `[data.source.mixing]`, by what `--set` calls them."""
+    tables = run.setting("data.source", [])
+    return {f"data.source.{each.get('name')}.mixing": each["mixing"] for each in tables if each.get("mixing")}
+
+
 def _batch_sizes(run: RunRecord) -> list[int]:
-    found, own = [], [table.get("mixing") or {} for table in run.setting("data.source", [])]
-    for table in (run.setting("data.mixing", {}), *own):
+    """All that the config names."""
+    found = []
+    for table in (run.setting("data.mixing", {}), *_own_mixing(run).values()):
         found += [table.get("batch_size"), *(table.get("batch_size_by_modality") or {}).values()]
     return [size for size in found if isinstance(size, int)]
 
@@ -169,9 +176,10 @@ def low_fill(run: RunRecord) -> Outcome:
     if mean >= limits.LOW_FILL:
         return healthy(words)
     if not has_full_rows(run):
-        knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
+        mode = run.setting("data.mixing.batching_mode")
+        knob = Knob("data.mixing.batching_mode", mode, "per_row")
         # Whoever chose another mode knows that its batches shrink.
-        return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
+        return finding(words, fill.evidence(), knob=knob, severity="advice" if mode else None)
     rows = run.setting("data.mixing.batch_size")
     knob = Knob("data.source", None, "more data, or cut documents (data.max_group_cells)", in_words=True)
     align = run.setting("data.align")
@@ -205,10 +213,10 @@ def shares(run: RunRecord) -> Outcome:
     if ended.positive:
         first = ended.steps[ended.positive[0]]
         words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
-        knob = Knob.of(run, "data.mixing.repeat", True)
-        once = [table for table in run.setting("data.source", []) if (table.get("mixing") or {}).get("repeat") is False]
+        knob = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), True)
+        once = [place for place, own in _own_mixing(run).items() if own.get("repeat") is False]
         if once:
-            knob = Knob(f"data.source.{once[0].get('name')}.mixing.repeat", False, True)
+            knob = Knob(f"{once[0]}.repeat", False, True)
         elif knob.current:
             knob = Knob("data.source", None, "more data", in_words=True)
         evidence.append(ended.evidence(ended.positive[:1]))

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from trainer.tools.runs.load import RunRecord
 
+# explained: the symptom is present, but another rule reports its cause.
 RuleVerdict = Literal["healthy", "finding", "explained", "not_measured"]
 Severity = Literal["error", "warning", "advice"]
 MAX_EVIDENCE: Final = 12
@@ -42,11 +43,9 @@ class Series:
         return [index for index, value in enumerate(self.values) if condition(value)]
 
     def at(self, indices: Iterable[int]) -> Series:
-        steps, values = array("q"), array("d")
-        for index in indices:
-            steps.append(self.steps[index])
-            values.append(self.values[index])
-        return Series(self.key, steps, values)
+        chosen = list(indices)
+        steps = array("q", map(self.steps.__getitem__, chosen))
+        return Series(self.key, steps, array("d", map(self.values.__getitem__, chosen)))
 
     def since(self, step: int) -> Series:
         return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
@@ -71,13 +70,8 @@ class Knob:
     in_words: bool = False  # what to change: no value that can be set
 
     @classmethod
-    def of(cls, run: RunRecord, key: str, suggested: Any) -> Knob:
-        """With the current value of the run."""
-        return cls(key, run.setting(key), suggested)
-
-    @classmethod
-    def scaled(cls, run: RunRecord, key: str, factor: int | float, otherwise: str) -> Knob:
-        """The current value times a factor; `otherwise`, in words, if it is unknown or 0."""
+    def scaled(cls, run: RunRecord, key: str, factor: float, otherwise: str) -> Knob:
+        """The current value times a factor; if that is unknown or 0, `otherwise`, in words."""
         current = run.setting(key)
         if not isinstance(current, int | float) or not current:
             return cls(key, None, otherwise, in_words=True)
@@ -101,7 +95,7 @@ class Outcome:
     """The result of a rule on a run; the functions below make one for each verdict."""
 
     verdict: RuleVerdict
-    sentence: str  # what was measured
+    sentence: str  # what was measured, or why nothing was
     evidence: tuple[Series, ...] = ()  # the steps to look at
     knob: Knob | None = None  # the setting to change, for findings
     severity: Severity | None = None  # instead of that of the rule
@@ -111,11 +105,6 @@ class Outcome:
 def healthy(sentence: str) -> Outcome:
     """Measured and within bounds."""
     return Outcome("healthy", sentence)
-
-
-def explained(sentence: str) -> Outcome:
-    """The symptom is present, but another rule reports its cause."""
-    return Outcome("explained", sentence)
 
 
 def not_measured(reason: str) -> Outcome:
@@ -188,9 +177,7 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 def batches_through(run: RunRecord, step: int) -> int:
     """Micro-batches of a data shard through a step; each row's number holds since the row before."""
-    if isinstance(run.setting("train.micro_batches"), int):
-        return step * micro_batches(run)
-    total, before, m = 0.0, 0, 1.0
+    total, before, m = 0.0, 0, float(micro_batches(run))  # which no row says if it is the same in all steps
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
         total, before = total + (min(logged, step) - min(before, step)) * m, logged
     return int(total + max(step - before, 0) * m)

@@ -8,7 +8,6 @@ from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
     Outcome,
-    explained,
     finding,
     healthy,
     lower_lr,
@@ -65,7 +64,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
         chunks = counted(cold.total, "chunk")
-        return explained(f"{chunks} that continue a document found no state, explained by {why}")
+        return Outcome("explained", f"{chunks} that continue a document found no state, explained by {why}")
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
     words = f"{chunks} that continue a document found no state and began from zero, "
     words += f"first logged at step {first}"
@@ -74,7 +73,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     if wipes.total:
         words += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
-        knob = Knob.of(run, "ledger.wipe_mode", "lru")
+        knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
     elif any(restart.global_step < first for restart in run.restarts):
         words += "; the run was resumed before: does the data set continue where it was saved?"
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
@@ -139,14 +138,10 @@ def context_unused(run: RunRecord) -> Outcome:
             continue
         gains = ", ".join(f"{gain} at {at:,}" for at, gain in curve.gains[-3:])
         words = f"the model uses no context beyond {depth:,} tokens{f' of {name}' * bool(name)}: carrying gains {gains}"
-        knob = _longer_rows(run)
+        # The gradient flows through a row: longer ones teach the model what to keep.
+        knob = Knob.scaled(run, "data.seq_len", 2, "twice as long")
         return finding(words, series(run, _gain_key(name, start)).evidence(), knob=knob)
     return healthy("carrying gains " + ", ".join(deepest))
-
-
-def _longer_rows(run: RunRecord) -> Knob:
-    """Rows twice as long: the gradient flows through a row, and teaches the model what to keep."""
-    return Knob.scaled(run, "data.seq_len", 2, "twice as long")
 
 
 def _is_negative(gain: Number) -> bool:
@@ -182,7 +177,7 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         words += f"tokens on, {gains[depth]} from {depth:,} on"
         if best == depth:
             words = f"carrying raises the loss{inside}: it gains {gains[depth]} from {depth:,} tokens on"
-        knob = _longer_rows(run)
+        knob = Knob.scaled(run, "data.seq_len", 2, "twice as long")
         if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
         return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in risen), knob=knob)

@@ -14,7 +14,6 @@ from trainer.tools.diagnostics.rule import (
     Outcome,
     Series,
     aligned,
-    explained,
     finding,
     has_full_rows,
     healthy,
@@ -88,7 +87,7 @@ def repeated_data(run: RunRecord) -> Outcome:
 def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
     if repeated_data.apply(run).verdict == "finding":
-        return explained("the noise scale cannot be trusted: see repeated_data")
+        return Outcome("explained", "the noise scale cannot be trusted: see repeated_data")
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet("the noise scale is not known yet")

@@ -94,14 +94,13 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
 
 def _time(run: RunRecord) -> SummaryRow:
     """Time of all steps: each row has the mean of the steps since the row before."""
-    times, seconds, label = _finite(run, "step_time_sec"), 0.0, "Time of all steps"
+    times, label = _finite(run, "step_time_sec"), "Time of all steps"
     if not times:
         return SummaryRow(label, None, "s")
     # A run that begins as a branch of another one counts its own steps alone.
     begins = [each.global_step for each in run.restarts if each.global_step < min(times)]
-    before = min(begins, default=0)
-    for step, each in times.items():
-        seconds, before = seconds + each * (step - before), step
+    before = [min(begins, default=0), *times]
+    seconds = sum(mean * (step - last) for last, (step, mean) in zip(before, times.items(), strict=False))
     note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints"
     return SummaryRow(label, seconds, "s", note)
 

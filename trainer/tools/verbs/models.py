@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 EXIT_BREACH = 3
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf"]
-HELD_OUT = "held-out documents"
 
 
 def sample(
@@ -133,7 +131,7 @@ def evaluate(
         if not is_by_depth(key):
             echo(f"{key} {number_text(value, 5)}")
     for name, curve in curves_of(metrics).items():
-        echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
+        echo(f"{name or 'held-out documents'}: {in_words(curve, 0)}")
         shown = {
             "tokens before": [f"{point.start:,}" for point in curve.points],
             "loss": [str(point.loss) for point in curve.points],
@@ -161,7 +159,7 @@ def _parse_source(text: str) -> EvalSourceTable:
 def export(
     run_dir: shared.RunDirArgument,
     out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
-    format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
+    format: Annotated[Literal["safetensors", "hf"], Option(help="hf: for from_pretrained.")] = "safetensors",
     step: shared.StepOption = None,
     ema: shared.EmaOption = False,
     force: shared.ForceOption = False,

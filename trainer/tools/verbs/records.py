@@ -229,10 +229,8 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
     runs = [each.run for each in diagnoses]
     differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
     if as_json:
-        found = []
-        for each in diagnoses:
-            verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
-            found.append({"path": str(each.run.path), **verdict, "notes": each.run.notes})
+        told = [each.to_json() for each in diagnoses]
+        found = [{"path": each["run"]} | {key: each[key] for key in ("verdict", "findings", "notes")} for each in told]
         config = [{"key": key, "values": values} for key, values in differing]
         outcome = []
         for rows in results:
