@@ -79,6 +79,5 @@ def _type(node: _Node) -> str:
     if options:
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if node["type"] == "array":
-        kind = _type(node["items"])
-        return f"list of {kind}" if "enum" in node["items"] else f"list of {kind}s"
+        return f"list of {_type(node['items'])}" + "s" * ("enum" not in node["items"])
     return str(node["type"]).replace("object", "table")

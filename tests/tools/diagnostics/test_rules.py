@@ -432,7 +432,7 @@ def test_why_gains_by_depth_are_not_judged() -> None:
     def why(columns: Any, **settings: Any) -> str:
         return check("context_unused", make_run(columns, config={"eval": settings})).sentence
 
-    assert "or numbers that are not finite" in why(depths(0.1, math.nan))
+    assert "or one not finite" in why(depths(0.1, math.nan))
     assert why({"loss": [1.0]}, depth=True, every=5) == "needs 3 evaluations, has 0"
     assert "needs eval/depth" in why({"loss": [1.0]}, depth=False, every=5)
 

@@ -53,7 +53,7 @@ def stuck_reader(run: RunRecord) -> Outcome:
     hits, chance = _improbable(surprise, series(run, PICKS).total)  # each pick ends a wait
     if not hits:
         return healthy(f"the longest wait of an open stream {chance}")
-    words = f"an open stream waited to be read: so long a wait {chance}; first at step {surprise.steps[hits[0]]}"
+    words = f"an open stream was not read: so long a wait {chance}; first at step {surprise.steps[hits[0]]}"
     return finding(words, surprise.evidence(hits), knob=Knob(*drawn[-1], "round_robin"))
 
 
@@ -67,8 +67,8 @@ def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
 
 def _own_mixing(run: RunRecord) -> dict[str, dict[str, Any]]:
     """The tables `[data.source.mixing]`, by what `--set` calls them."""
-    tables = run.setting("data.source", [])
-    return {f"data.source.{each.get('name')}.mixing": each["mixing"] for each in tables if each.get("mixing")}
+    tables = {each.get("name"): each.get("mixing") for each in run.setting("data.source", [])}
+    return {f"data.source.{name}.mixing": own for name, own in tables.items() if own}
 
 
 def _batch_sizes(run: RunRecord) -> list[int]:

@@ -167,8 +167,8 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
     setting = run.setting("train.micro_batches")
     if isinstance(setting, int):
         for restart in run.restarts:  # with fewer before
-            match restart.details:
-                case {"changed": {"train.micro_batches": {"before": int(before)}}} if restart.global_step >= since:
+            match restart.global_step >= since and restart.details:
+                case {"changed": {"train.micro_batches": {"before": int(before)}}}:
                     setting = min(setting, before)
         return max(setting, 1)
     # A schedule: only the record says what it came to.
@@ -176,8 +176,8 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 
 def batches_through(run: RunRecord, step: int) -> int:
-    """Micro-batches of a data shard through a step; each row's number holds since the row before."""
-    total, before, m = 0.0, 0, float(micro_batches(run))  # which no row says if it is the same in all steps
+    """Micro-batches of a data shard through a step; a row's number holds since the row before."""
+    total, before, m = 0.0, 0, float(micro_batches(run))  # rows have a schedule's alone
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
         total, before = total + (min(logged, step) - min(before, step)) * m, logged
     return int(total + max(step - before, 0) * m)

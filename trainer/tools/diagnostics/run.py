@@ -42,7 +42,7 @@ def _warm(run: RunRecord, key: str) -> Series:
 
 
 def _seconds(times: Series) -> float:
-    """Time of the steps from the first row on; each row has the mean of those since the row before."""
+    """Time of the steps from the first row on; a row has the mean since the row before."""
     before = [times.steps[0] - 1, *times.steps]
     return sum(mean * (step - last) for last, step, mean in zip(before, times.steps, times.values, strict=False))
 

@@ -64,7 +64,8 @@ def cold_starts(run: RunRecord) -> Outcome:
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
         chunks = counted(cold.total, "chunk")
-        return Outcome("explained", f"{chunks} that continue a document found no state, explained by {why}")
+        words = f"{chunks} that continue a document found no state, explained by {why}"
+        return Outcome("explained", words)
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
     words = f"{chunks} that continue a document found no state and began from zero, "
     words += f"first logged at step {first}"
@@ -112,7 +113,7 @@ def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     if found and not curves:
         return not_measured("the gain by depth has no error: that takes five held-out documents")
     if number and not found:
-        return not_measured("the last evaluation has no gain by depth, or numbers that are not finite")
+        return not_measured("the last evaluation has no gain by depth, or one not finite")
     is_coming = run.setting("eval.depth") and run.setting("eval.every") and not run.evals.steps
     if not number and not is_coming:
         needed = "evaluations with eval.depth, a model with state and documents longer than a cell"

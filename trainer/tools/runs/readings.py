@@ -106,7 +106,7 @@ class Number(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The losses of targets with `start` to 2 `start` - 1 tokens before (0: none); the last two only after a cell."""
+    """The losses of targets with `start` to 2 `start` - 1 tokens before, or none; two only after a cell."""
 
     start: int
     loss: Number

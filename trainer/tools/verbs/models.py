@@ -124,9 +124,7 @@ def evaluate(
         print_json({"run": run_dir, "step": at, "ema": ema, "metrics": metrics})
         return
     heading = run_dir if at is None else f"{run_dir}, step {at:,}"
-    if ema:
-        heading += ", averaged weights"
-    echo(heading)
+    echo(heading + ", averaged weights" * ema)
     for key, value in metrics.items():
         if not is_by_depth(key):
             echo(f"{key} {number_text(value, 5)}")
@@ -174,8 +172,7 @@ def export(
         if target.is_dir() and any(target.iterdir()) and not is_export(target):
             raise UserError(out, "is a directory with other files than an export", "name a new one")
         made = export_model(run, target, step=step, ema=ema, as_hugging_face=format == "hf", trust_code=trust_code)
-    what = "averaged weights" if ema else "weights"
-    echo(f"wrote the {what} after step {made.step} and the config to {out}", err=True)
+    echo(f"wrote the {'averaged ' * ema}weights after step {made.step} and the config to {out}", err=True)
 
 
 def doctor(

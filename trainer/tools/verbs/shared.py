@@ -69,12 +69,10 @@ def output() -> Console:
     return _Console(file=sys.stdout, width=shutil.get_terminal_size((PIPE_WIDTH, 0)).columns)
 
 
-def print_table(
-    columns: Mapping[str, Sequence[str]], *, title: str = "", right: Collection[str] = (), **options: Any
-) -> None:
+def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), **options: Any) -> None:
     """Print columns of rich markup by their headings; what is too wide for the terminal is folded.
     `right`: headings of those aligned at the right. `options`: of `rich.table.Table`."""
-    table = Table(title=escape(title) or None, title_justify="left", **options)
+    table = Table(title_justify="left", **options)
     for heading in columns:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in zip(*columns.values(), strict=True):
@@ -96,7 +94,7 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Errors of the operating system become a `UserError` of `where`, but for a reader that is gone."""
+    """Errors of the operating system become a `UserError` of `where`; not a `BrokenPipeError`."""
     try:
         yield
     except BrokenPipeError:
