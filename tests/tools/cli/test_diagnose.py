@@ -119,7 +119,6 @@ def test_what_has_no_rows_exits_with_2_and_a_failed_run_with_3(tmp_path: Path, d
     assert (done.returncode, found["verdict"], found["findings"], found["steps"]) == (3, "findings", ["ending"], None)
     assert (found["state"], found["reason"]) == ("failed", "KeyError: 1")
     # A finished run that lacks its rows is not waited for.
-    (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "status.json").write_text('{"state": "done", "reason": "all steps are done", "last_step": 20}')
     missing = "metrics.jsonl is missing or has no training row, though the run reached step 20"
     done = diagnosed(tmp_path, "--json")
