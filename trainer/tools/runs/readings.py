@@ -25,7 +25,7 @@ def number_text(value: float, digits: int = 4) -> str:
         return f"{int(value):,}"
     if 10 ** (digits - 1) <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:,.{digits}g}"
 
 
 @dataclass(frozen=True)
