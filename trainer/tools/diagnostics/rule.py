@@ -92,7 +92,7 @@ def lower_lr(run: RunRecord) -> Knob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rule on a run; the functions below make one for each verdict."""
+    """The result of a rule on a run; functions below make those of most verdicts."""
 
     verdict: RuleVerdict
     sentence: str  # what was measured, or why nothing was
