@@ -61,7 +61,7 @@ SETTINGS = """
 
 
 def sizes() -> dict[str, int]:
-    """What the files say."""
+    """The counts of `CEILINGS` that files alone give."""
     files = {top: sorted((ROOT / top).rglob("*.py")) for top in ("trainer", "tests", "scripts")}
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for each in files.values() for path in each}
     core = [path for path in files["trainer"] if path.relative_to(ROOT / "trainer").parts[0] not in AROUND]
@@ -175,7 +175,7 @@ def count_step(kind: str) -> dict[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is above its ceiling."""
+    """Print what is above its ceiling, otherwise all; returns whether something is."""
     found = sizes()
     for kind in () if arguments == ["--no-steps"] else ("steady", "logged"):
         found |= {f"{kind} step: {what}": number for what, number in count_step(kind).items()}

@@ -85,6 +85,7 @@ class Results:
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, its standard error; NaN for one value)."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
 

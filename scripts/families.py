@@ -141,7 +141,7 @@ def row_of(name: str, make: Callable[[], nn.Module]) -> tuple[str, str, str]:
 
 
 def judged(report: Report) -> tuple[str, str]:
-    """exact, silently wrong or fails; and how."""
+    """The verdict, such as `exact` or `silently wrong`, and how."""
     if report["forward"].status != "held":
         return "fails", report["forward"].text
     carry, gradient = report["carry"], report["gradient"]

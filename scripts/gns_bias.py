@@ -1,7 +1,7 @@
-"""How right the noise scale is on rows that continue documents: docs/gns_bias.csv and the table of docs/gns.md.
+"""How right the noise scale is on rows that continue documents: prints what docs/gns_bias.csv and docs/gns.md record.
 
 Frozen weights, corpora that this script makes (documents, and files, each in a style of its own), and the rows that the
-trainer's own data sets give. The truth is computed without the estimator: from the gradients of 3,000 and more independent
+trainer's own data sets give. The truth is computed without the estimator: from the gradients of 3,000 independent
 rows of the same depths, one by one, each from the state behind the tokens before it.
 
     python scripts/gns_bias.py                # all settings, about ten minutes on two cores
@@ -40,7 +40,7 @@ from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.model.encoder import build
 from trainer.options import BatchingMode
 
-COLUMNS = ("documents, rows x m", "spread", "independent rows", "measured", "over the truth", "bounds that hold it")
+COLUMNS = ("documents, rows x m (8 x 4)", "spread", "independent rows", "measured", "ratio", "bounds that hold it")
 VOCAB, SEEDS, STEPS, ORACLE_ROWS = 24, 10, 48, 3000
 
 

@@ -1,7 +1,7 @@
 """Runs the smoke matrix: trains its configs on two ranks, diagnoses each run, and checks that each shows only its own fault.
 
     make smoke-matrix
-    python scripts/smoke_matrix.py --pictures docs/images    # as well as those of docs/smoke_matrix.md
+    python scripts/smoke_matrix.py --pictures docs/images    # also those of docs/smoke_matrix.md
 
 Exit code 0: every run shows exactly the expected findings; 1: one does not, or did not finish.
 """

@@ -16,7 +16,7 @@ from trainer.metrics.logger import get_logger
 from trainer.tools.runs.readings import number_text
 from trainer.wording import counted, error_text, few, printable
 
-NUMBERS = {"0": 0.0, "12,345,678,901": 12_345_678_901.0, "1,234": 1234.5, "0.02134": 0.02134}
+NUMBERS = {"0": 0.0, "12,345,678,901": 12_345_678_901.0, "1,234": 1234.5, "0.02134": 0.02134, "1,000": 999.96}
 NUMBERS |= {"3.2e-05": 3.2e-05, "1.235e+10": 1.23456e10 + 0.5, "-inf": -math.inf}
 COUNTS = [(1, "stream"), (12345, "document"), (2.53, "pass"), (9.97, "pass"), (2, "micro-batch")]
 

@@ -51,7 +51,7 @@ def evaluate_checkpoint(
 
     Args:
         step, ema, trust_code: see `load_model`; the code may be that of data and losses, too.
-        batches: of each set at most; None: all, or as many as its config says.
+        batches: of each set, about; None: all, or as many as its config says.
         held_out: read the held-out documents although the config has sets.
 
     Raises:

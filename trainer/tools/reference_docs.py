@@ -20,8 +20,7 @@ def render_config_markdown() -> str:
     parts = [head.read_text(encoding="utf-8")]
     for title, table in _tables("", schema, schema["$defs"]):
         summary = table["description"].split("`: ", 1)[-1]
-        parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n")
-        parts.append("\n")
+        parts.append(f"\n## {title}\n\n{summary[:1].upper()}{summary[1:]}\n\n")
         for name, node in table["properties"].items():
             # The keys of a set's files are those of a source.
             is_told_before = title == "`[[eval.source]]`" and name in FilesTable.model_fields
@@ -80,6 +79,5 @@ def _type(node: _Node) -> str:
     if options:
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if node["type"] == "array":
-        kind = _type(node["items"])
-        return f"list of {kind}" if "enum" in node["items"] else f"list of {kind}s"
+        return f"list of {_type(node['items'])}" + "s" * ("enum" not in node["items"])
     return str(node["type"]).replace("object", "table")

@@ -78,8 +78,8 @@ def find_checkpoint(run_dir: str | Path, step: Step) -> Path:
         key, problem = str(run_dir), "has no complete checkpoint"
         fix = "name a run that has saved one: checkpoint.every, keep_last and keep_every say which a run keeps"
         if (Path(run_dir) / WEIGHTS_FILE).is_file():
-            fix = "an export has one kind of weights: leave out --step and --ema"
-    elif wanted == -1:
+            fix = "it is an export: name its run, or leave out --step and --ema"
+    elif step == BEST:
         problem = f"{run_dir} has no best checkpoint: no checkpoint.keep_best, or no finite value yet"
     raise UserError(key, problem, fix)
 

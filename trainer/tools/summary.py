@@ -113,10 +113,8 @@ def resume_command(run: RunView) -> str:
     ranks, options = run.info.world_size, f"--resume auto --run-dir {shlex.quote(str(run.run_dir.path))}"
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != str(ranks):
         return f"the same command line and {options}"
-    config_path = shlex.quote(str(run.run_dir.resolved_config))
-    if ranks == 1:
-        return f"train --config {config_path} {options}"
-    return f"train --nproc {ranks} --config {config_path} {options}"
+    config_path, nproc = shlex.quote(str(run.run_dir.resolved_config)), f"--nproc {ranks} " * (ranks > 1)
+    return f"train {nproc}--config {config_path} {options}"
 
 
 def begun(view: RunView) -> None:

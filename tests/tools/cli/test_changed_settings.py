@@ -30,13 +30,10 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_learning_rate_that_jumps_is_warned_of(resumed: Path) -> None:
+def test_the_log_and_the_restart_say_what_changed(resumed: Path) -> None:
     log = (resumed / "stderr.txt").read_text()
     assert log.count("the learning rate jumps from ") == 1
     assert ": the schedule spans the whole run" in log
-
-
-def test_the_restart_says_what_changed(resumed: Path) -> None:
     last = (resumed / "changed" / "config.resolved.toml").read_text()
     assert tomllib.loads(last)["optimizer"]["lr"] == 0.5
     lines = [*map(json.loads, (resumed / "changed" / "events.jsonl").read_text().splitlines())]

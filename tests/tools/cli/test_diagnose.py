@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -91,6 +93,14 @@ def test_json_that_is_asked_for_is_printed_also_where_there_is_no_run(
     assert json.loads(done.stdout, parse_constant=pytest.fail)
 
 
+def test_a_refusal_as_json_that_nobody_reads_is_still_said(tmp_path, monkeypatch, capsys) -> None:
+    replaced: list[int] = []
+    monkeypatch.setattr(os, "dup2", lambda _, to: replaced.append(to))
+    monkeypatch.setattr("trainer.cli.terminal.typer.echo", Mock(side_effect=BrokenPipeError))
+    assert "train ls DIR lists them" in program(["diagnose", tmp_path, "--json"], capsys).mistake
+    assert replaced == [1], "which Python would flush at its end"
+
+
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
 
 
@@ -108,14 +118,12 @@ def test_what_has_no_rows_exits_with_2_and_a_failed_run_with_3(tmp_path: Path, d
     found = json.loads(done.stdout)
     assert (done.returncode, found["verdict"], found["findings"], found["steps"]) == (3, "findings", ["ending"], None)
     assert (found["state"], found["reason"]) == ("failed", "KeyError: 1")
-
-
-def test_a_finished_run_that_lacks_its_rows_is_not_waited_for(tmp_path: Path, diagnosed: Diagnosed) -> None:
+    # A finished run that lacks its rows is not waited for.
     (tmp_path / "status.json").write_text('{"state": "done", "reason": "all steps are done", "last_step": 20}')
     missing = "metrics.jsonl is missing or has no training row, though the run reached step 20"
-    done = diagnosed(tmp_path)
+    done = diagnosed(tmp_path, "--json")
     assert done.stderr.endswith(f": has no training rows to diagnose: the run is done; {missing}\n")
-    found = json.loads(diagnosed(tmp_path, "--json").stdout)
+    found = json.loads(done.stdout)
     assert (found["verdict"], found["state"], found["notes"]) == (None, "done", [missing])
 
 

@@ -65,11 +65,13 @@ def test_the_seed_decides_and_the_exported_model_says_the_same(folder, capsys):
 
 
 def test_absent_checkpoints_are_refused(folder):
-    with pytest.raises(UserError, match=r"has no checkpoint after step 4; use one of 3, 6"):
-        generate(folder / "run", step=4)
-    with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
-        generate(folder / "nowhere")
-    with pytest.raises(UserError, match="exported: has no complete checkpoint"):
+    for step in (4, -1):
+        with pytest.raises(UserError, match=rf"has no checkpoint after step {step}; use one of 3, 6"):
+            generate(folder / "run", step=step)
+    for absent in (folder / "nowhere", "x" * 300):
+        with pytest.raises(UserError, match="is not a directory; name the directory of a run"):
+            generate(absent)
+    with pytest.raises(UserError, match="exported: has no complete checkpoint; it is an export"):
         generate(folder / "exported", step=3)
     (folder / "no_config").mkdir()
     shutil.copy(folder / "exported" / "model.safetensors", folder / "no_config")
@@ -106,6 +108,8 @@ def test_nothing_but_an_export_is_overwritten(folder, tmp_path, capsys):
     assert {each.name for each in out.iterdir()} == {each.name for each in (folder / "exported").iterdir()}
     again = program(["export", folder / "run", "--out", out], capsys)
     assert again.stderr == f"{out}: exists already; name another file, or add --force\n"
+    assert "is not a directory; name" in program(["export", tmp_path / "nowhere", "--out", out], capsys).mistake
+    assert "File name too long" in program(["export", folder / "run", "--out", "x" * 300], capsys).mistake
     foreign = program(["export", folder / "run", "--format", "safetensors", "--out", folder, "--force"], capsys)
     assert "with other files than an export" in foreign.mistake
     assert (folder / "run").is_dir()

@@ -153,16 +153,18 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path):
 def test_an_existing_page_is_replaced_only_with_force(tmp_path):
     run, page = str(write_record(tmp_path / "a", {"loss": [3.0, 2.0]})), tmp_path / "x.html"
     page.write_text("mine")
-    with pytest.raises(UserError, match="exists already; name another file, or add --force"):
-        report([run], str(page), force=False)
+    for given, problem in ((run, "exists already; name another file, or add --force"), (run + "s", "cannot be read")):
+        with pytest.raises(UserError, match=problem):
+            report([given], str(page), force=False)
     assert page.read_text() == "mine"
     report([run], str(page), force=True)
     assert "plotly" in page.read_text(encoding="utf-8")
 
 
 def test_one_run_alone_is_not_compared(runs, capsys):
-    said = program(["compare", runs[0]], capsys).mistake
-    assert "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR" in said
+    for given in (runs[:1], runs[:1] * 2):
+        said = program(["compare", *given], capsys).mistake
+        assert "train compare: needs at least two runs, got one; train compare RUN_DIR RUN_DIR" in said
 
 
 def test_compare_as_json_agrees_with_the_records(runs, capsys):
@@ -185,3 +187,4 @@ def test_any_number_of_runs_is_compared_side_by_side_one_without_rows_too(runs, 
         assert re.search(r"State .*\bfailed\b", shown)
         assert "failed at step 0: KeyError: 'x', y" in shown
         assert "killed: metrics.jsonl cannot be read: No such file" in shown
+        assert "of other tokens" not in shown, "of the last one none are known"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -171,6 +172,7 @@ def test_healthy_rows_are_healthy_and_a_fault_is_reported_with_evidence_and_a_kn
     assert outcome.verdict == "finding", outcome.sentence
     assert any(evidence.steps for evidence in outcome.evidence)
     assert name in ("ending", "straggling_rank", "model_contract") or outcome.knob is not None
+    assert not outcome.knob or outcome.knob.in_words or tomllib.loads(str(outcome.knob).partition(" (now ")[0])
     without = check(name, replace(FAULTY[name], config={}, environment={}))
     assert without.verdict == "finding", without.sentence
 
@@ -255,6 +257,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
         "exhaust_churn: full rows": replace(FAULTY["exhaust_churn"], config=full_rows()),
         "low_fill: data of the user's own": changed("low_fill", data={"source": [{"target": "mine:data"}]}),
         "repeated_data: ranks without a measure": of_ranks(same_data(None), 2),
+        "repeated_data: a measure of before": of_ranks({**same_data(0.0), "gns/consistency": [0.0] * 9}, 2),
         "repeated_data: no gradient": of_ranks({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1),
         "batch_size: few documents": make_run({**BATCH, "data/documents": [60.0] * 40}),
         "batch_size: a noise scale of few steps": make_run({**BATCH, "gns/b_now_steps": [12.0] * 40}),
@@ -361,9 +364,13 @@ def test_a_source_that_ended_is_advice_unless_it_moves_the_shares() -> None:
     assert (ended.verdict, ended.severity) == ("finding", "advice")
     assert ended.sentence == "1 source without further documents, the first by step 21"
     for mixing, source, knob in (
-        ({"repeat": False}, {}, "data.mixing.repeat = true, or more data (now False)"),
-        ({"repeat": True}, {"mixing": {"repeat": False}}, "data.source.mixing.repeat = true, or more data (now False)"),
-        ({"repeat": True}, {"target": "my:data"}, "data.source = more data"),
+        ({"repeat": False}, {}, "data.mixing.repeat = true (now false)"),
+        (
+            {"repeat": True},
+            {"name": "a", "mixing": {"repeat": False}},
+            "data.source.a.mixing.repeat = true (now false)",
+        ),
+        ({"repeat": True}, {"target": "my:data"}, "data.source: more data"),
     ):
         run = make_run(rows, config={"data": {"mixing": mixing, "source": [source]}})
         assert str(check("shares", run).knob) == knob
@@ -420,6 +427,15 @@ def test_gains_by_depth_are_judged_with_their_errors(rule: str, verdict: str, ro
     assert check(rule, make_run(rows)).verdict == verdict
 
 
+def test_why_gains_by_depth_are_not_judged() -> None:
+    def why(columns: Any, **settings: Any) -> str:
+        return check("context_unused", make_run(columns, config={"eval": settings})).sentence
+
+    assert "or one not finite" in why(depths(0.1, math.nan))
+    assert why({"loss": [1.0]}, depth=True, every=5) == "needs 3 evaluations, has 0"
+    assert "needs eval/depth" in why({"loss": [1.0]}, depth=False, every=5)
+
+
 def test_the_depth_from_which_context_is_not_used_is_named() -> None:
     assert "no context beyond 256 tokens: " in check("context_unused", make_run(depths(0.02, 0.01, 0.0, 0.0))).sentence
     assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in (
@@ -438,6 +454,8 @@ def test_a_batch_that_grew_counts_with_what_it_was_at_each_step() -> None:
     run = make_run({"train/micro_batches": {1: 1.0, 10: 1.0, 20: 2.0, 30: 4.0}}, config=config)
     assert [batches_through(run, step) for step in (1, 10, 15, 20, 30, 40)] == [1, 10, 20, 30, 70, 110]
     assert [micro_batches(run, since=step) for step in (0, 11, 30)] == [1, 2, 4]
+    grown = Restart(20, {"changed": {"train.micro_batches": {"before": 1}}})
+    assert [micro_batches(make_run({}, restarts=[grown]), since=step) for step in (0, 21)] == [1, 2]
     assert batches_through(make_run({"loss": [1.0]}), 7) == 14
 
 

@@ -36,7 +36,7 @@ class Ruling:
 
     @property
     def fix(self) -> str:
-        """The setting to change, with its value; empty if unknown."""
+        """What to try: see `Knob`; empty if unknown."""
         knob = self.outcome.knob
         return f"try {knob}" if knob else ""
 
@@ -98,7 +98,7 @@ class Diagnosis:
     def verdict(self) -> DiagnosisVerdict | None:
         """`healthy` takes half of the rules or more (`LEAST_JUDGED`), else `no_findings`.
 
-        None for a run without training rows of which nothing is known yet.
+        None for a run without training rows in which no rule found anything.
         """
         if self.findings:
             return "findings"
@@ -111,13 +111,10 @@ class Diagnosis:
     @property
     def coverage(self) -> str:
         """How many rules judged: `14 of 24 rules judged the run, 4 could not yet, ...`."""
-        text = f"{self.num_judged} of {len(self.rulings)} rules judged the run"
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
-        rest = len(self.rulings) - self.num_judged - early
-        for number, what in ((early, "could not yet"), (rest, "had nothing to measure")):
-            if number:
-                text += f", {number} {what}"
-        return text
+        rest = {"could not yet": early, "had nothing to measure": len(self.rulings) - self.num_judged - early}
+        told = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
+        return ", ".join([*told, *(f"{number} {what}" for what, number in rest.items() if number)])
 
     @property
     def brief(self) -> str:

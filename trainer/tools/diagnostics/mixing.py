@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
@@ -41,19 +42,18 @@ FULL_ROWS = not_measured("with full rows a document stays on its row, whatever i
 
 @rule("error", needs=(SURPRISE, PICKS))
 def stuck_reader(run: RunRecord) -> Outcome:
-    """A reader that is no longer picked."""
+    """A reader that waits longer than chance explains."""
     surprise, key = series(run, SURPRISE), "data.mixing.pick_mode"
     modes = {key: run.setting(key)}
-    for table in run.setting("data.source", []):
-        if own := (table.get("mixing") or {}).get("pick_mode"):
-            modes[f"data.source.{table.get('name')}.mixing.pick_mode"] = own
+    owns = {place: own.get("pick_mode") for place, own in _own_mixing(run).items()}
+    modes |= {f"{place}.pick_mode": own for place, own in owns.items() if own}
     drawn = [(key, mode) for key, mode in modes.items() if mode != "round_robin"]
     if not drawn:
         return not_measured("round_robin picks readers in turn, so no wait is improbable")
     hits, chance = _improbable(surprise, series(run, PICKS).total)  # each pick ends a wait
     if not hits:
         return healthy(f"the longest wait of an open stream {chance}")
-    words = f"an open stream is no longer read: so long a wait {chance}; first at step {surprise.steps[hits[0]]}"
+    words = f"an open stream was not read: so long a wait {chance}; first at step {surprise.steps[hits[0]]}"
     return finding(words, surprise.evidence(hits), knob=Knob(*drawn[-1], "round_robin"))
 
 
@@ -65,9 +65,16 @@ def _improbable(surprise: Series, num_waits: float) -> tuple[list[int], str]:
     return surprise.where(lambda nats: nats > limit), f"has a chance of {chance} (limit {alarm})"
 
 
+def _own_mixing(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """The tables `[data.source.mixing]`, by what `--set` calls them."""
+    tables = {each.get("name"): each.get("mixing") for each in run.setting("data.source", [])}
+    return {f"data.source.{name}.mixing": own for name, own in tables.items() if own}
+
+
 def _batch_sizes(run: RunRecord) -> list[int]:
-    found, own = [], [table.get("mixing") or {} for table in run.setting("data.source", [])]
-    for table in (run.setting("data.mixing", {}), *own):
+    """All that the config names."""
+    found = []
+    for table in (run.setting("data.mixing", {}), *_own_mixing(run).values()):
         found += [table.get("batch_size"), *(table.get("batch_size_by_modality") or {}).values()]
     return [size for size in found if isinstance(size, int)]
 
@@ -92,11 +99,11 @@ def uneven_slices(run: RunRecord) -> Outcome:
     words += ", and streams are read in proportion to their batches: those with few wait"
     evidence, sizes = (least.evidence(hits), most.evidence(hits)), _batch_sizes(run)
     if sizes and max(sizes) > limits.EVEN_BATCHES * min(sizes):
-        value = f"sizes within a factor of {limits.EVEN_BATCHES}"
-        knob = Knob("data.mixing.batch_size_by_modality", f"{min(sizes)} to {max(sizes)}", value)
+        value = f"sizes within a factor of {limits.EVEN_BATCHES}, not {min(sizes)} to {max(sizes)}"
+        knob = Knob("data.mixing.batch_size_by_modality", None, value, in_words=True)
         return finding(words, *evidence, knob=knob)
     # The batches are even, so the streams differ in size, which is the user's choice.
-    knob = Knob("data.source", None, "streams of similar size")
+    knob = Knob("data.source", None, "streams of similar size", in_words=True)
     return finding(words, *evidence, knob=knob, severity="advice")
 
 
@@ -127,9 +134,9 @@ def starved_modality(run: RunRecord) -> Outcome:
     name = worst.key.removeprefix(ABSENCES)
     if not hits:
         return healthy(f"the longest wait for a stream of a modality ({name}) {chance}")
-    words = f"no stream of modality {name} is opened any more: so long a wait {chance}; "
+    words = f"no stream of modality {name} was opened: so long a wait {chance}; "
     words += f"first at step {worst.steps[hits[0]]}"
-    knob = Knob.of(run, "data.mixing.num_streams_mixed", "twice as many; or a source of its own for the modality")
+    knob = Knob.scaled(run, "data.mixing.num_streams_mixed", 2, "twice as many")
     return finding(words, worst.evidence(hits), knob=knob)
 
 
@@ -150,7 +157,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
     if per_slice > limits.CHURN_PICKS or events < limits.CHURN_EVENTS * (run.world_size or 1):
         return healthy(words)
     size = run.setting("data.mixing.batch_size")
-    knob = Knob("data.source", None, "longer streams: merge files")
+    knob = Knob("data.source", None, "longer streams: merge files", in_words=True)
     if isinstance(size, int) and size >= 2:
         knob = Knob("data.mixing.batch_size", size, max(size // 4, 1))
     return finding(words, ended.evidence(ended.positive), knob=knob)
@@ -169,14 +176,16 @@ def low_fill(run: RunRecord) -> Outcome:
     if mean >= limits.LOW_FILL:
         return healthy(words)
     if not has_full_rows(run):
-        knob = Knob.of(run, "data.mixing.batching_mode", "per_row")
+        mode = run.setting("data.mixing.batching_mode")
+        knob = Knob("data.mixing.batching_mode", mode, "per_row")
         # Whoever chose another mode knows that its batches shrink.
-        return finding(words, fill.evidence(), knob=knob, severity="advice" if knob.current else None)
+        return finding(words, fill.evidence(), knob=knob, severity="advice" if mode else None)
     rows = run.setting("data.mixing.batch_size")
-    knob = Knob("data.source", None, "more data, or cut documents (data.max_group_cells)")
+    knob = Knob("data.source", None, "more data, or cut documents (data.max_group_cells)", in_words=True)
     align = run.setting("data.align")
     if run.environment.get("align", align) == "document":  # padded, whatever the number of rows
-        knob = Knob("data.align", align, "stream, with a model that takes resets; or a shorter data.seq_len")
+        unpadded = "stream, with a model that takes resets; or a shorter data.seq_len"
+        knob = Knob("data.align", align, unpadded, in_words=True)
     elif isinstance(rows, int) and rows > 1:
         knob = Knob("data.mixing.batch_size", rows, max(int(mean * rows), 1))
     return finding(words, fill.evidence(), knob=knob)
@@ -204,16 +213,17 @@ def shares(run: RunRecord) -> Outcome:
     if ended.positive:
         first = ended.steps[ended.positive[0]]
         words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
-        knob = Knob.of(run, "data.mixing.repeat", "true, or more data")
-        if any((table.get("mixing") or {}).get("repeat") is False for table in run.setting("data.source", [])):
-            knob = Knob("data.source.mixing.repeat", False, "true, or more data")
+        knob = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), True)
+        once = [place for place, own in _own_mixing(run).items() if own.get("repeat") is False]
+        if once:
+            knob = Knob(f"{once[0]}.repeat", False, True)
         elif knob.current:
-            knob = Knob("data.source", None, "more data")
+            knob = Knob("data.source", None, "more data", in_words=True)
         evidence.append(ended.evidence(ended.positive[:1]))
         return finding(words, *evidence, knob=knob, severity=None if hits else "advice")
     if not hits:
         return healthy(f"the shares of the sources differ from their weights {words}")
-    knob = Knob("data.source.weight", None, "a weight that the amount of data allows")
+    knob = Knob("data.source", None, "a weight that the amount of data allows", in_words=True)
     return finding(f"the share of a source differs from its weight {words}", *evidence, knob=knob)
 
 

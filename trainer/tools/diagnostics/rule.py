@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Final, Literal
 
 from trainer.tools.runs.load import RunRecord
 
+# explained: the symptom is present, but another rule reports its cause.
 RuleVerdict = Literal["healthy", "finding", "explained", "not_measured"]
 Severity = Literal["error", "warning", "advice"]
 MAX_EVIDENCE: Final = 12
@@ -41,11 +43,9 @@ class Series:
         return [index for index, value in enumerate(self.values) if condition(value)]
 
     def at(self, indices: Iterable[int]) -> Series:
-        steps, values = array("q"), array("d")
-        for index in indices:
-            steps.append(self.steps[index])
-            values.append(self.values[index])
-        return Series(self.key, steps, values)
+        chosen = list(indices)
+        steps = array("q", map(self.steps.__getitem__, chosen))
+        return Series(self.key, steps, array("d", map(self.values.__getitem__, chosen)))
 
     def since(self, step: int) -> Series:
         return self.at(index for index, logged in enumerate(self.steps) if logged >= step)
@@ -66,29 +66,36 @@ class Knob:
 
     key: str
     current: Any  # None: unknown
-    suggested: Any  # a value to try
+    suggested: Any  # a value to try, or what to change
+    in_words: bool = False  # what to change: no value that can be set
 
     @classmethod
-    def of(cls, run: RunRecord, key: str, suggested: Any) -> Knob:
-        """With the current value of the run."""
-        return cls(key, run.setting(key), suggested)
+    def scaled(cls, run: RunRecord, key: str, factor: float, otherwise: str) -> Knob:
+        """The current value times a factor; if that is unknown or 0, `otherwise`, in words."""
+        current = run.setting(key)
+        if not isinstance(current, int | float) or not current:
+            return cls(key, None, otherwise, in_words=True)
+        return cls(key, current, factor * current)
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.suggested}" + f" (now {self.current})" * (self.current is not None)
+        """`ledger.capacity = 128 (now 64)`, as in a config; `data.source: more data`."""
+        now = f" (now {json.dumps(self.current, default=str)})" * (self.current is not None)
+        if self.in_words:
+            return f"{self.key}: {self.suggested}{now}"
+        return f"{self.key} = {json.dumps(self.suggested)}{now}"
 
 
 def lower_lr(run: RunRecord) -> Knob:
     """Half the learning rate."""
-    lr = run.setting("optimizer.lr")
-    return Knob("optimizer.lr", lr, lr / 2 if isinstance(lr, float) else "half of it")
+    return Knob.scaled(run, "optimizer.lr", 0.5, "half of it")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rule on a run; the functions below make one for each verdict."""
+    """The result of a rule on a run; functions below make those of most verdicts."""
 
     verdict: RuleVerdict
-    sentence: str  # what was measured
+    sentence: str  # what was measured, or why nothing was
     evidence: tuple[Series, ...] = ()  # the steps to look at
     knob: Knob | None = None  # the setting to change, for findings
     severity: Severity | None = None  # instead of that of the rule
@@ -98,11 +105,6 @@ class Outcome:
 def healthy(sentence: str) -> Outcome:
     """Measured and within bounds."""
     return Outcome("healthy", sentence)
-
-
-def explained(sentence: str) -> Outcome:
-    """The symptom is present, but another rule reports its cause."""
-    return Outcome("explained", sentence)
 
 
 def not_measured(reason: str) -> Outcome:
@@ -161,11 +163,11 @@ def aligned(*columns: Series) -> list[Series]:
 
 
 def micro_batches(run: RunRecord, since: int = 0) -> int:
-    """Micro-batches per step and rank, the fewest since a step where they change; 1 if unknown."""
+    """Micro-batches of a data shard in a step, the fewest since a step; 1 if unknown."""
     setting = run.setting("train.micro_batches")
     if isinstance(setting, int):
         for restart in run.restarts:  # with fewer before
-            match restart.details:
+            match restart.global_step >= since and restart.details:
                 case {"changed": {"train.micro_batches": {"before": int(before)}}}:
                     setting = min(setting, before)
         return max(setting, 1)
@@ -174,10 +176,8 @@ def micro_batches(run: RunRecord, since: int = 0) -> int:
 
 
 def batches_through(run: RunRecord, step: int) -> int:
-    """Micro-batches of a rank through a step; each row's number holds since the row before."""
-    if isinstance(run.setting("train.micro_batches"), int):
-        return step * micro_batches(run)
-    total, before, m = 0.0, 0, 1.0
+    """Micro-batches of a data shard through a step; a row's number holds since the row before."""
+    total, before, m = 0.0, 0, float(micro_batches(run))  # rows have a schedule's alone
     for logged, m in zip(*run.train.column(MICRO_BATCHES), strict=True):
         total, before = total + (min(logged, step) - min(before, step)) * m, logged
     return int(total + max(step - before, 0) * m)

@@ -42,11 +42,9 @@ def _warm(run: RunRecord, key: str) -> Series:
 
 
 def _seconds(times: Series) -> float:
-    """Time of all steps: a row has the mean of the steps since the row before."""
-    total, before = 0.0, times.steps[0] - 1
-    for step, seconds in zip(times.steps, times.values, strict=True):
-        total, before = total + seconds * (step - before), step
-    return total
+    """Time of the steps from the first row on; a row has the mean since the row before."""
+    before = [times.steps[0] - 1, *times.steps]
+    return sum(mean * (step - last) for last, step, mean in zip(before, times.steps, times.values, strict=False))
 
 
 @rule("warning", needs=(DATA_TIME, STEP_TIME))
@@ -70,7 +68,7 @@ def data_bound(run: RunRecord) -> Outcome:
         return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
     slowest = max(stages, key=lambda stage: stage.total)
     words += f"; of the stages of reading, {slowest.key} took most"
-    knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]])
+    knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]], in_words=True)
     return finding(words, waits.evidence(), slowest.evidence(), knob=knob)
 
 

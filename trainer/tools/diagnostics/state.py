@@ -8,7 +8,6 @@ from trainer.tools import limits
 from trainer.tools.diagnostics.rule import (
     Knob,
     Outcome,
-    explained,
     finding,
     healthy,
     lower_lr,
@@ -29,13 +28,6 @@ REFUSED = "ledger/refused_rows"
 WIPES = "ledger_wipe_count"
 
 
-def _twice(run: RunRecord, key: str, words: str = "twice as many") -> Knob:
-    current = run.setting(key)
-    if not isinstance(current, int) or not current:
-        return Knob(key, None, words)
-    return Knob(key, current, 2 * current)
-
-
 def _false_evictions(run: RunRecord, mode: str, key: str) -> Outcome:
     losses, evictions = series(run, FALSE_EVICTIONS[mode]), series(run, EVICTIONS[mode])
     if not losses.positive:
@@ -45,7 +37,7 @@ def _false_evictions(run: RunRecord, mode: str, key: str) -> Outcome:
         share += f" of {number_text(evictions.total)}"
     words = f"{share} evicted states ({mode}) were still needed: their documents continued from "
     words += f"zero, first logged at step {losses.steps[losses.positive[0]]}"
-    return finding(words, losses.evidence(losses.positive), knob=_twice(run, key))
+    return finding(words, losses.evidence(losses.positive), knob=Knob.scaled(run, key, 2, "twice as many"))
 
 
 @rule("error", needs=[FALSE_EVICTIONS["lru"]])
@@ -72,7 +64,8 @@ def cold_starts(run: RunRecord) -> Outcome:
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
         chunks = counted(cold.total, "chunk")
-        return explained(f"{chunks} that continue a document found no state, explained by {why}")
+        words = f"{chunks} that continue a document found no state, explained by {why}"
+        return Outcome("explained", words)
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
     words = f"{chunks} that continue a document found no state and began from zero, "
     words += f"first logged at step {first}"
@@ -81,11 +74,11 @@ def cold_starts(run: RunRecord) -> Outcome:
     if wipes.total:
         words += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
-        knob = Knob.of(run, "ledger.wipe_mode", "lru")
+        knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
     elif any(restart.global_step < first for restart in run.restarts):
         words += "; the run was resumed before: does the data set continue where it was saved?"
     elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
-        knob = _twice(run, "ledger.capacity")
+        knob = Knob.scaled(run, "ledger.capacity", 2, "twice as many")
     else:  # no capacity would help: the data set continues groups that it has not begun
         words += "; nothing was evicted: the chunks before them were never stored"
     return finding(words, *evidence, knob=knob)
@@ -119,8 +112,12 @@ def _curves(run: RunRecord) -> dict[str, DepthCurve] | Outcome:
     curves = {name: curve for name, curve in found.items() if curve.gains}  # with known errors
     if found and not curves:
         return not_measured("the gain by depth has no error: that takes five held-out documents")
-    if not curves:
-        return not_measured("needs eval/depth: eval.depth, a model with state and documents longer than a cell")
+    if number and not found:
+        return not_measured("the last evaluation has no gain by depth, or one not finite")
+    is_coming = run.setting("eval.depth") and run.setting("eval.every") and not run.evals.steps
+    if not number and not is_coming:
+        needed = "evaluations with eval.depth, a model with state and documents longer than a cell"
+        return not_measured(f"needs eval/depth: {needed}")
     if number < limits.MIN_EVALUATIONS:
         return not_yet(f"needs {limits.MIN_EVALUATIONS} evaluations, has {number}")
     return curves
@@ -142,14 +139,10 @@ def context_unused(run: RunRecord) -> Outcome:
             continue
         gains = ", ".join(f"{gain} at {at:,}" for at, gain in curve.gains[-3:])
         words = f"the model uses no context beyond {depth:,} tokens{f' of {name}' * bool(name)}: carrying gains {gains}"
-        knob = _longer_rows(run)
+        # The gradient flows through a row: longer ones teach the model what to keep.
+        knob = Knob.scaled(run, "data.seq_len", 2, "twice as long")
         return finding(words, series(run, _gain_key(name, start)).evidence(), knob=knob)
     return healthy("carrying gains " + ", ".join(deepest))
-
-
-def _longer_rows(run: RunRecord) -> Knob:
-    """The gradient flows through a row: longer ones teach the model what to keep."""
-    return _twice(run, "data.seq_len", "twice as long")
 
 
 def _is_negative(gain: Number) -> bool:
@@ -185,7 +178,7 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         words += f"tokens on, {gains[depth]} from {depth:,} on"
         if best == depth:
             words = f"carrying raises the loss{inside}: it gains {gains[depth]} from {depth:,} tokens on"
-        knob = _longer_rows(run)
+        knob = Knob.scaled(run, "data.seq_len", 2, "twice as long")
         if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
         return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in risen), knob=knob)

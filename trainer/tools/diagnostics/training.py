@@ -14,7 +14,6 @@ from trainer.tools.diagnostics.rule import (
     Outcome,
     Series,
     aligned,
-    explained,
     finding,
     has_full_rows,
     healthy,
@@ -43,14 +42,14 @@ def repeated_data(run: RunRecord) -> Outcome:
     if not noise:
         return not_yet("no row has a noise scale yet")
     last = noise.steps[-1]
-    other_data = Knob("data.source", None, "a part of its own for every rank")
+    other_data = Knob("data.source", None, "a part of its own for every rank", in_words=True)
     if noise.values[-1] == signal.values[-1] == 0.0:
         return not_measured("the gradient is 0")
     words = f"(noise {number_text(noise.values[-1])} at step {last:,})"
     if abs(noise.values[-1]) <= limits.ROUNDING * batch.values[-1] * abs(signal.values[-1]):
         words = f"all micro-batches of a step have the same gradient {words}: they are the same data"
         return finding(words, noise.evidence([len(noise) - 1]), knob=other_data)
-    ratio, error = aligned(series(run, CONSISTENCY), series(run, f"{CONSISTENCY}_se"))
+    ratio, error = aligned(series(run, CONSISTENCY).since(last), series(run, f"{CONSISTENCY}_se"))
     if not ratio:
         # With one micro-batch per rank, the noise between micro-batches is the noise between ranks.
         per_micro = series(run, B_SMALL).values
@@ -73,7 +72,8 @@ def repeated_data(run: RunRecord) -> Outcome:
     is_own = any("target" in table for table in run.setting("data.source", []))
     if abs(value - 1.0) > within and has_full_rows(run) and not is_own:
         words += ": the rows of a step are not independent, and the noise scale is wrong"
-        knob = Knob.of(run, "data.mixing.spread", "larger, or more and shorter documents")
+        spread, what = run.setting("data.mixing.spread"), "larger, or more and shorter documents"
+        knob = Knob("data.mixing.spread", spread, what, in_words=True)
         return finding(words, evidence, severity="warning", knob=knob)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
@@ -87,7 +87,7 @@ def repeated_data(run: RunRecord) -> Outcome:
 def batch_size(run: RunRecord) -> Outcome:
     """A batch that is far from the noise scale of the gradient."""
     if repeated_data.apply(run).verdict == "finding":
-        return explained("the noise scale cannot be trusted: see repeated_data")
+        return Outcome("explained", "the noise scale cannot be trusted: see repeated_data")
     scale = noise_scale_of(run)
     if scale is None or not scale.is_known:
         return not_yet("the noise scale is not known yet")
@@ -232,11 +232,8 @@ def find_spikes(values: Sequence[float], least_rise: float) -> list[int]:
             and distance > max(least_rise, limits.SPIKE_RANGES * max(distances), given_back)
             and distance > limits.SPIKE_SIGMAS * _noise(before)
         )
-        if is_spike:
-            found.append(index)
-            in_a_row += 1
-        else:
-            in_a_row = 0
+        found += [index] * is_spike
+        in_a_row = (in_a_row + 1) * is_spike
         # A spike says nothing about the noise, unless it lasts: then it is the new level.
         if 0 < in_a_row < limits.NEW_LEVEL:
             continue

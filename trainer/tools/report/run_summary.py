@@ -94,14 +94,13 @@ def summarize(run: RunRecord) -> list[SummaryRow]:
 
 def _time(run: RunRecord) -> SummaryRow:
     """Time of all steps: each row has the mean of the steps since the row before."""
-    times, seconds, label = _finite(run, "step_time_sec"), 0.0, "Time of all steps"
+    times, label = _finite(run, "step_time_sec"), "Time of all steps"
     if not times:
         return SummaryRow(label, None, "s")
     # A run that begins as a branch of another one counts its own steps alone.
     begins = [each.global_step for each in run.restarts if each.global_step < min(times)]
-    before = min(begins, default=0)
-    for step, each in times.items():
-        seconds, before = seconds + each * (step - before), step
+    before = [min(begins, default=0), *times]
+    seconds = sum(mean * (step - last) for last, (step, mean) in zip(before, times.items(), strict=False))
     note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints"
     return SummaryRow(label, seconds, "s", note)
 
@@ -162,7 +161,7 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
         row = []
         for number, (own, problem) in enumerate(held):
             value, error, note = None, None, problem
-            if _targets_of(runs[number]) != _targets_of(runs[first]):
+            if own and _targets_of(runs[number]) != _targets_of(runs[first]):
                 note = "of other tokens or targets: compare bits per byte"
             elif key in own and number != first:
                 value, error, note = _difference(losses, own[key])
@@ -271,7 +270,7 @@ def _mean_of_seeds(values: Sequence[float]) -> tuple[float, float | None, str]:
 
 
 def value_text(value: Any) -> str:
-    """A config value as JSON."""
+    """A config value as JSON, up to `_MOST_TEXT` characters of it; a dash for None."""
     if value is None:
         return "–"
     return json.dumps(value, ensure_ascii=False, default=str)[:_MOST_TEXT]

@@ -25,7 +25,7 @@ def number_text(value: float, digits: int = 4) -> str:
         return f"{int(value):,}"
     if 10 ** (digits - 1) <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:,.{digits}g}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _column(run: RunRecord, key: str) -> dict[int, float]:
 
 
 def loss_unit(*runs: RunRecord) -> str:
-    """The unit of their losses: nats of cross-entropies, nothing of a loss of the user's own."""
+    """The unit of their losses; a loss of the user's own has none that is known."""
     if any(run.setting("objective.target") for run in runs):
         return "per token"
     return CROSS_ENTROPY
@@ -106,7 +106,7 @@ class Number(NamedTuple):
 
 
 class Point(NamedTuple):
-    """The losses of targets with `start` to 2 `start` - 1 tokens before; two only after a cell."""
+    """The losses of targets with `start` to 2 `start` - 1 tokens before, or none; two only after a cell."""
 
     start: int
     loss: Number
@@ -127,9 +127,9 @@ class DepthCurve(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether there are gains, and all of them are finite."""
-        gains = [each.gain.value for each in self.points if each.gain]
-        return bool(gains) and all(map(math.isfinite, gains))
+        """Whether there are gains, and all losses and gains are finite."""
+        numbers = [number.value for _, *found in self.points for number in found if number]
+        return any(each.gain for each in self.points) and all(map(math.isfinite, numbers))
 
 
 def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:

@@ -135,7 +135,7 @@ def at_step(
         return
     shown = [key for key in SHOWN if any(row[key] is not None for row in rows)]
     columns = {"shard.micro.row": [*map(_place, rows)]} | {key: [_cell(row[key]) for row in rows] for key in shown}
-    print_table(columns, title=f"Step {step} of {run_dir}, read from step {origin.step}")
+    print_table(columns, title=f"Step {step} of {escape(run_dir)}, read from step {origin.step}")
     for row in rows:
         for each in row["documents"] or []:
             if "text" in each:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 EXIT_BREACH = 3
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
-ExportFormat = Literal["safetensors", "hf"]
-HELD_OUT = "held-out documents"
 
 
 def sample(
@@ -45,7 +43,7 @@ def sample(
     device: shared.DeviceOption = "auto",
     trust_code: shared.TrustOption = False,
 ) -> None:
-    """Generate text from a run's newest checkpoint, with the recurrent state carried from token to token."""
+    """Generate text, with the recurrent state carried from token to token."""
     require_run(run_dir)
     with uncollected():
         from trainer.data.tokenizer import prompt_ids
@@ -126,14 +124,12 @@ def evaluate(
         print_json({"run": run_dir, "step": at, "ema": ema, "metrics": metrics})
         return
     heading = run_dir if at is None else f"{run_dir}, step {at:,}"
-    if ema:
-        heading += ", averaged weights"
-    echo(heading)
+    echo(heading + ", averaged weights" * ema)
     for key, value in metrics.items():
         if not is_by_depth(key):
             echo(f"{key} {number_text(value, 5)}")
     for name, curve in curves_of(metrics).items():
-        echo(f"{name or HELD_OUT}: {in_words(curve, 0)}")
+        echo(f"{name or 'held-out documents'}: {in_words(curve, 0)}")
         shown = {
             "tokens before": [f"{point.start:,}" for point in curve.points],
             "loss": [str(point.loss) for point in curve.points],
@@ -161,25 +157,22 @@ def _parse_source(text: str) -> EvalSourceTable:
 def export(
     run_dir: shared.RunDirArgument,
     out: Annotated[str, Option(help="Directory to write.", metavar="PATH")],
-    format: Annotated[ExportFormat, Option(help="safetensors, or hf for from_pretrained.")] = "safetensors",
+    format: Annotated[Literal["safetensors", "hf"], Option(help="hf: for from_pretrained.")] = "safetensors",
     step: shared.StepOption = None,
     ema: shared.EmaOption = False,
     force: shared.ForceOption = False,
     trust_code: shared.TrustOption = False,
 ) -> None:
     """Write a run's weights: safetensors with its config, or as Hugging Face's."""
-    target = Path(out)
+    run, target = require_run(run_dir), Path(out)
     refuse_existing(out, force=force)
     from trainer.tools.saved_model import export_model, is_export
 
-    if target.is_dir() and any(target.iterdir()) and not is_export(target):
-        raise UserError(out, "is a directory with other files than an export", "name a new one")
     with writing(out):
-        made = export_model(
-            Path(run_dir), target, step=step, ema=ema, as_hugging_face=format == "hf", trust_code=trust_code
-        )
-    what = "averaged weights" if ema else "weights"
-    echo(f"wrote the {what} after step {made.step} and the config to {out}", err=True)
+        if target.is_dir() and any(target.iterdir()) and not is_export(target):
+            raise UserError(out, "is a directory with other files than an export", "name a new one")
+        made = export_model(run, target, step=step, ema=ema, as_hugging_face=format == "hf", trust_code=trust_code)
+    echo(f"wrote the {'averaged ' * ema}weights after step {made.step} and the config to {out}", err=True)
 
 
 def doctor(

@@ -212,26 +212,25 @@ def report(
         from trainer.tools.report.page import render_page
     except ModuleNotFoundError as error:
         raise UserError(str(error.name), "is needed and not installed", "run: pip install '.[report]'") from None
-    refuse_existing(out, force=force)
-    # The paths tell several runs apart.
     many = len(runs) > 1
-    put_text(render_page([_diagnosed(path, path * many, is_one_of_many=many) for path in runs]), out)
+    # The paths tell several runs apart.
+    diagnoses = [_diagnosed(path, path * many, is_one_of_many=many) for path in runs]
+    refuse_existing(out, force=force)
+    put_text(render_page(diagnoses), out)
 
 
 def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> None:
     """Compare the settings, results and verdicts of runs side by side."""
     from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, value_text
 
-    if len(paths) < 2:
+    diagnoses = [_diagnosed(path, path, is_one_of_many=True) for path in dict.fromkeys(paths)]
+    if len(diagnoses) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
-    diagnoses = [_diagnosed(path, path, is_one_of_many=True) for path in paths]
     runs = [each.run for each in diagnoses]
     differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
     if as_json:
-        found = []
-        for each in diagnoses:
-            verdict = {"verdict": each.verdict, "findings": [ruling.rule.name for ruling in each.findings]}
-            found.append({"path": str(each.run.path), **verdict, "notes": each.run.notes})
+        told = [each.to_json() for each in diagnoses]
+        found = [{"path": each["run"]} | {key: each[key] for key in ("verdict", "findings", "notes")} for each in told]
         config = [{"key": key, "values": values} for key, values in differing]
         outcome = []
         for rows in results:

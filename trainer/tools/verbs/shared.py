@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ COLOURS = {
 
 def require_run(run_dir: str) -> Path:
     """The directory, looked at before torch is imported. Raises UserError: there is none."""
-    if not Path(run_dir).is_dir():
+    if not os.path.isdir(run_dir):
         fix = "name the directory of a run that has saved a checkpoint (runs/<name>-<time>)"
         raise UserError(run_dir, "is not a directory", fix)
     return Path(run_dir)
@@ -71,8 +72,7 @@ def output() -> Console:
 def print_table(columns: Mapping[str, Sequence[str]], *, right: Collection[str] = (), **options: Any) -> None:
     """Print columns of rich markup by their headings; what is too wide for the terminal is folded.
     `right`: headings of those aligned at the right. `options`: of `rich.table.Table`."""
-    table = Table(**{"title_justify": "left", **options})
-    table.title = table.title and escape(str(table.title))  # a path may look like markup
+    table = Table(title_justify="left", **options)
     for heading in columns:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in zip(*columns.values(), strict=True):
@@ -94,7 +94,7 @@ def print_json(content: Any) -> None:
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """Errors of the operating system become a `UserError` of `where`."""
+    """Errors of the operating system become a `UserError` of `where`; not a `BrokenPipeError`."""
     try:
         yield
     except BrokenPipeError:
@@ -106,7 +106,7 @@ def writing(where: str) -> Iterator[None]:
 
 def refuse_existing(out: str, *, force: bool) -> None:
     """Refuse to replace a file or directory without `--force`."""
-    if Path(out).exists() and not force:
+    if os.path.exists(out) and not force:
         raise UserError(out, "exists already", "name another file, or add --force")
 
 
