@@ -117,7 +117,8 @@ class ObjectiveOutput:
     num_tokens: Tensor
     """Number of unmasked targets: [], int64."""
     parts: dict[str, Term]
-    """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
+    """Component name -> (sum, count), detached; the sums add up to `loss_sum`, but for losses by rows
+    (`trainer.lab.auxiliary`)."""
     token_loss: Tensor | None
     """Unweighted cross entropy (or own loss): [B, T], detached, 0 where masked; or None."""
     is_correct: Tensor | None
@@ -135,9 +136,9 @@ class Loss(Protocol):
 class Objective:
     """The loss: cross entropy plus the enabled components, those whose weight is not 0.
 
-    `own` replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over
-    the unmasked targets and the number of these, both []. Outputs that are no scores, of another
-    width than `vocab_size`, then have no accuracy.
+    `own` replaces all of them: output [B, T, ...] and targets -> losses of the targets' shape, or
+    their sum over the known targets and the number of these, both []. Without a cross entropy, only
+    outputs as wide as `vocab_size` are scores, which have an accuracy.
     """
 
     def __init__(
@@ -251,17 +252,16 @@ def token_type_sums(
 class Auxiliary:
     """Refuses losses of an output and leaves out its metrics, since the model declares none."""
 
-    def __init__(self, losses: Mapping[str, Any] | None = None, metric_keys: Sequence[str] = ()) -> None:
-        # By name; each has a `weight`, and `by`: "tokens" or "rows".
-        self.losses = losses or {}
-        # Those that the output may have; others are left out with one warning.
-        self.metric_keys = tuple(metric_keys)
-        self.by_rows = [f"objective/{name}" for name, each in self.losses.items() if each.by == "rows"]
-        self.is_on = bool(self.losses or self.metric_keys)
+    losses: Mapping[str, Any] = {}  # by name; those that the model declares
+    by_rows: Sequence[str] = ()  # metrics of the losses that are means over rows
+    metric_keys: Sequence[str] = ()  # others of the output are left out with one warning
+    is_on = False  # whether the model declares losses or metrics
+
+    def __init__(self) -> None:
         self._guard = BestEffort("model")
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Prepare the window's micro-batches of this rank. Every rank must call it."""
+        """If there are losses by rows, every rank must call it with its micro-batches of a step."""
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts. Raises

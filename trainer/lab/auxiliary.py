@@ -77,8 +77,11 @@ class AuxiliaryLosses(Auxiliary):
     """Adds the losses, by name, and metrics of an output to the objective of its logits."""
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
-        super().__init__(losses, metric_keys)
+        super().__init__()
+        self.losses, self.metric_keys = losses or {}, metric_keys
+        self.is_on = bool(losses or metric_keys)
         self._declared: dict[str, By] = {name: each.by for name, each in self.losses.items()}
+        self.by_rows = [f"objective/{name}" for name, by in self._declared.items() if by == "rows"]
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
         """Find the factor of losses by rows: the step divides by tokens. All ranks must call it."""

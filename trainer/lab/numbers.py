@@ -54,7 +54,7 @@ class Series(Tokenizer):
     """Reads series, in the place of a tokenizer: the rows of documents are F numbers.
 
     Row t is predicted from row t - 1, the first one from zeros; or its columns `targets` from the
-    others, unshifted. Raises UserError: the columns are not F.
+    others, unshifted. Raises UserError: a key of `[data]` does not fit.
     """
 
     def __init__(self, data: DataTable) -> None:

@@ -252,7 +252,8 @@ class History:
     """Pairs (x, y) of all windows: the latest singly, older ones in sums over 2, 4, 8, ... of a
     phase.
 
-    At most `BLOCKS` sums of each length are kept: its size grows with the windows' logarithm.
+    At most `BLOCKS` sums of each length are kept, or `FEWEST_BLOCKS` of each phase: its size grows
+    with the windows' logarithm.
     """
 
     def __init__(self, stretches: Stretches | None = None) -> None:
@@ -527,8 +528,8 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within, and its error, both in proportion where the ratio is above the cap, for
-        which a within that vanishes stands; nothing where both do."""
+        """Between over within, and its error; a ratio above the cap is scaled down to it, with its
+        error. The cap if only within vanishes; nothing if the ratio is not known otherwise."""
         fit = self._consistency.fit()
         ratio = fit.ratio()
         if ratio.value is not None and ratio.error is not None:

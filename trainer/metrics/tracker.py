@@ -304,12 +304,7 @@ class MetricsTracker:
             if key in reserved:
                 self._leave_out(key, "the name is one of the tracker's own")
             elif value is not None:
-                pair = value if isinstance(value, tuple) else (value, 1.0)
-                try:
-                    total, weight = map(float, pair)
-                    values[key] = total / weight if weight else None
-                except Exception as error:  # noqa: BLE001 - one value must not cost the others
-                    self._leave_out(key, str(error))
+                values[key] = _read(value)
         errors = {
             key: abs(value) for key, value in values.items() if key.startswith(SHARE_ERRORS) and value is not None
         }

@@ -21,7 +21,7 @@ from trainer.options import ONE, MicroBatches
 from trainer.training import NO_PARTS, Parts, need
 from trainer.wording import short_repr
 
-TRIED = 1000  # steps at which a custom schedule is tried before the run
+TRIED = 1000  # points, at most, at which a custom schedule is tried before the run, and its end
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
 Schedule = Callable[[int], float]
@@ -79,7 +79,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
     schedule = partial(_custom_lr, table.target, partial(function, **given))
     # Refused now, not after days: a sample of all steps, the last included.
     first = min(length.in_full_steps(1), steps)
-    for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
+    for reached in [*range(first, steps, (steps - first) // TRIED + 1), steps]:
         schedule(reached)
     return schedule
 
@@ -90,8 +90,8 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
     Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of t =
     (step - start) / (steps - start), where start is the end of the warm-up (for wsd, of the stable
     phase): constant: 1; linear: 1 - t; cosine: (1 + cos(pi t)) / 2 (Loshchilov and Hutter, 2017);
-    wsd: 1, then 1 - t; each scaled to end at `min_lr_ratio` of the peak. A run shorter than its
-    warm-up ends on the ramp.
+    wsd: 1, then 1 - t; the last three scaled to end at `min_lr_ratio` of the peak. A run shorter
+    than its warm-up ends on the ramp.
     """
     if step <= table.warmup_steps:  # also the whole of a shorter run
         return peak * step / table.warmup_steps
@@ -209,6 +209,12 @@ def load_named_state(
         numbered = {number: dict(saved[each]) for number, each in enumerate(order) if each in saved}
         states[name] = {"state": numbered, "param_groups": part.state_dict()["param_groups"]}
     optimizer.load_state_dict(states.get("", states))
+    for part in optimizer_parts(optimizer).values():
+        for parameter, state in part.state.items():
+            for key, value in saved[names[id(parameter)]].items():
+                # torch has converted all but `step` to the type of the parameter.
+                if isinstance(value, torch.Tensor) and state[key].dtype != value.dtype:
+                    state[key] = value.to(state[key].device)
 
 
 def parameter_groups(
