@@ -156,7 +156,8 @@ class Objective:
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
         non-finite loss is returned like any other; the optimizer step handles it. Raises
-        ObjectiveError: an enabled component cannot be computed; UserError: a custom loss fails.
+        ObjectiveError: an enabled component cannot be computed; UserError: a custom loss fails, or is
+        missing for float targets.
         """
         terms: dict[str, Term] = {}
         options = self._options

@@ -190,11 +190,8 @@ def compute_mfu(
 ) -> float | None:
     """MFU as a fraction, None where the peak or the model's FLOPs are unknown.
 
-    Args:
-        tokens_per_sec: over all devices.
-        flops_per_token: forward and backward of the model, real FLOPs; 0 if unknown.
-        num_devices: devices that share the work.
-        peak_tflops: peak of one device in 1e12 FLOP/s.
+    `tokens_per_sec`: over all devices; `flops_per_token`: real FLOPs of forward and backward, 0 if
+    unknown; `peak_tflops`: of one device, in 1e12 FLOP/s.
     """
     if peak_tflops is None or flops_per_token <= 0.0:
         return None

@@ -409,9 +409,8 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
             process_group = process_group or ddp.process_group
         elif process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
             problem = "not possible with several ranks and a model that DDP does not wrap"
-            raise UserError(
-                "gns.enabled", problem, "give the wrapped one, or the process_group that averages gradients"
-            )
+            fix = "give the wrapped one, or the process_group that averages gradients"
+            raise UserError("gns.enabled", problem, fix)
         return Leaves(parameters, parameters, process_group, is_sharded=False, ddp=ddp)
     try:
         layout, own_group = layout_and_group(parameters)

@@ -512,12 +512,8 @@ class NoiseScaleAverage:
 
     def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
         low, high, value, error = ratio
-        values = {
-            "gns/b_simple_low": low,
-            "gns/b_simple_high": high,
-            "gns/b_simple": value,
-            "gns/b_simple_se": error,
-        }
+        values = {"gns/b_simple": value, "gns/b_simple_se": error}
+        values |= {"gns/b_simple_low": low, "gns/b_simple_high": high}
         if value is not None:
             per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}

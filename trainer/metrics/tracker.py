@@ -300,11 +300,10 @@ class MetricsTracker:
     def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
         """Add the values reported since the last logged step; waits for their devices."""
         drained = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
-        for key, value in drained.items():
-            if key in reserved:
-                self._leave_out(key, "the name is one of the tracker's own")
-            elif value is not None:
-                values[key] = _read(value)
+        known = {key: value for key, value in drained.items() if key not in reserved}
+        for key in drained.keys() - known.keys():
+            self._leave_out(key, "the name is one of the tracker's own")
+        values |= checked(known, self._leave_out, _read)
         errors = {
             key: abs(value) for key, value in values.items() if key.startswith(SHARE_ERRORS) and value is not None
         }
@@ -318,7 +317,7 @@ class MetricsTracker:
         """Send evaluation values; the smoothing stays as it is.
 
         Plain keys (`loss`) get the prefix `eval_`; a key with a namespace (`moe/aux_loss`) is the
-        caller's. A value that is no number is left out with one warning.
+        caller's. None is left out, and a value that is no number, with one warning.
         """
         found = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, _read) or {}
         values = {}
@@ -371,7 +370,9 @@ class MetricsTracker:
 
 
 def _read(value: Any) -> float | None:
-    """A number, or a pair's total over its weight (None over nothing); waits for its device."""
+    """A number, a pair's total over its weight (None over nothing), or None; waits for its device."""
+    if value is None:
+        return None
     if isinstance(value, tuple) and len(value) == 2:
         weight = as_number(value[1])
         return as_number(value[0]) / weight if weight else None
