@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -255,8 +255,7 @@ class Auxiliary:
 
     losses: Mapping[str, Any] = {}  # by name; those that the model declares
     by_rows: Sequence[str] = ()  # metrics of the losses that are means over rows
-    metric_keys: Sequence[str] = ()  # others of the output are left out with one warning
-    is_on = False  # whether the model declares losses or metrics
+    metric_keys: tuple[str, ...] = ()  # others of the output are left out with one warning
 
     def __init__(self) -> None:
         self._guard = BestEffort("model")
@@ -271,11 +270,11 @@ class Auxiliary:
         # What nobody trains on must not look as if somebody did.
         if losses:
             refuse_output(undeclared(sorted(losses)))
-        self._leave_out_but(self.metric_keys, metrics or {})
+        self._leave_out_others(metrics or {})
         return result
 
-    def _leave_out_but(self, known: Iterable[str], metrics: Mapping[str, Any]) -> None:
-        for name in metrics.keys() - set(known):
+    def _leave_out_others(self, metrics: Mapping[str, Any]) -> None:
+        for name in metrics.keys() - set(self.metric_keys):
             self._guard.leave_out(name, "the model's metric_keys do not list it")
 
 

@@ -28,7 +28,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(values)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=device.type == "cuda")  # the host would read too early
+    return tensor.to(device, non_blocking=device.type == "cuda")  # a copy to the host may be read at once
 
 
 def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
@@ -59,7 +59,7 @@ def copied_together(tensors: Mapping[str, Tensor], device: torch.device) -> dict
 
 
 def seed_model(device: torch.device, *key: int) -> None:
-    """Seed the generators of the CPU and the current device by `key`, much faster than `torch.manual_seed`."""
+    """Seed the generators of CPU and current device, much faster than `torch.manual_seed`."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -78,8 +78,7 @@ class AuxiliaryLosses(Auxiliary):
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
         super().__init__()
-        self.losses, self.metric_keys = losses or {}, metric_keys
-        self.is_on = bool(losses or metric_keys)
+        self.losses, self.metric_keys = losses or {}, tuple(metric_keys)
         self._declared: dict[str, By] = {name: each.by for name, each in self.losses.items()}
         self.by_rows = [f"objective/{name}" for name, by in self._declared.items() if by == "rows"]
 
@@ -111,7 +110,7 @@ class AuxiliaryLosses(Auxiliary):
             elif trains:
                 total = total + term * self._tokens_per_row.to(term)
             parts[name] = Term(term.detach(), applies.sum())
-        self._leave_out_but(self.metric_keys, metrics)
+        self._leave_out_others(metrics)
         kept = {name: metrics[name] for name in self.metric_keys if name in metrics}
         return replace(result, loss_sum=total, parts=parts, metrics=kept)
 

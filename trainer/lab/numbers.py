@@ -91,9 +91,8 @@ class Series(Tokenizer):
 
     def encode(self, text: str) -> Ints:
         """Refused."""
-        raise UserError(
-            "data.features", "are numbers, and a prompt is text", "set sample.every = 0; nothing can be sampled"
-        )
+        fix = "set sample.every = 0; nothing can be sampled"
+        raise UserError("data.features", "are numbers, and a prompt is text", fix)
 
     def decode(self, ids: Any) -> str:
         """Rows for people."""

@@ -12,9 +12,6 @@ step:
         gns.end_micro(1 / m, b)
     metrics = gns.step()                      # before clipping and optimizer.step()
 
-The micro-batches must be independent: `groups` says of which documents their rows are, and a
-step in which a rank has two micro-batches of one document is left out.
-
 A hook on the leaf sees each micro-gradient before it is added to `.grad` and before DDP reduces it.
 A hook after the accumulation of the last micro-batch sees the rank's own sum: it runs inside the
 accumulation node, and DDP reduces after that node.
@@ -171,9 +168,9 @@ class GradientNoiseScale(NoiseScaleAverage):
         """Call before a micro-batch's backward. `last`: it is the window's last, in which DDP
         reduces.
 
-        `groups`: what its rows are of, documents for example; a window with two micro-batches of
-        one on this rank does not enter the averages. `rows_before`: rows of its document before a
-        row, on average.
+        `groups`: what its rows are of, documents for example. Micro-batches must be independent: a
+        window with two of one document on this rank does not enter the averages. `rows_before`:
+        rows of its document before a row, on average.
         """
         if isinstance(groups, Tensor):  # whose elements equal none
             groups = groups.tolist()

@@ -76,12 +76,10 @@ class _LogFile(logging.FileHandler):
 
 
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
-    """A logger below `trainer` that writes to stderr with the prefix `[rank N] LEVEL`.
+    """A logger of this name below `trainer`, which writes `[rank N] LEVEL message` to stderr.
 
-    Args:
-        name: usually `__name__`; the prefix `trainer.` is added if missing.
-        rank_zero_only: keep this logger's records of other ranks (RANK of the environment, 0 if
-            unset) off stderr; their log files have them. The last call for a name applies.
+    `rank_zero_only`: keep this logger's records of other ranks (RANK of the environment, 0 if
+    unset) off stderr; their log files have them. The last call for a name applies.
     """
     root = logging.getLogger(ROOT)
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):

@@ -150,7 +150,9 @@ class MetricsTracker:
         for sink in sinks:
             run: Callable[..., object] = operator.call
             if not getattr(sink, "is_essential", False):
-                run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
+                same = [each for each, _ in self._sinks if _name_of(each) == _name_of(sink)]
+                number = f" {len(same) + 1}" * bool(same)  # guards go by name
+                run = self.diagnostics.best_effort(f"sink {_name_of(sink)}{number}").run
             self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:
@@ -365,8 +367,12 @@ class MetricsTracker:
             while self._sinks:
                 sink, run = self._sinks.pop(0)
                 if run is not operator.call:  # the guard of one that has failed is off
-                    run = BestEffort(f"end of sink {type(sink).__name__}").run
+                    run = BestEffort(f"end of sink {_name_of(sink)}").run
                 stack.callback(run, sink.close)
+
+
+def _name_of(sink: Sink) -> str:
+    return str(getattr(sink, "name", type(sink).__name__))
 
 
 def _read(value: Any) -> float | None:
