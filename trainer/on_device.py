@@ -1,4 +1,4 @@
-"""Copies to and from the device, and decisions on it, without the host waiting; its memory and its peak.
+"""Copies to and from the device, and decisions on it, without the host waiting; memory and peak.
 
 The optimizer learns whether to step by `found_inf`, the flag of torch's loss scaling.
 """
@@ -28,7 +28,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(values)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=device.type == "cuda")  # a copy to the host may be read at once
+    return tensor.to(device, non_blocking=device.type == "cuda")  # or a host reads too early
 
 
 def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:

@@ -515,7 +515,7 @@ class NoiseScaleAverage:
         values = {"gns/b_simple": value, "gns/b_simple_se": error}
         values |= {"gns/b_simple_low": low, "gns/b_simple_high": high}
         if value is not None:
-            per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
+            per_micro = self.world_size * self.shards_per_rank / self.small_noise  # in sequences
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
             if self.token_sum > 0.0:
                 values["gns/b_simple_tokens"] = value * self.token_sum / self.weight

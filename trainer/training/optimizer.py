@@ -192,7 +192,7 @@ def plain_values(group: ParameterGroup) -> dict[str, Any]:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group of a custom optimizer holds that it was not built with, such as counts."""
+    """The `plain_values` of a custom optimizer's groups that they were not built with: counts, say."""
     pairs = zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False)
     return [dict(plain_values(group).items() - built.items()) for group, built in pairs]
 
