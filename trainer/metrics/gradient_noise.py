@@ -161,6 +161,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._groups: set[Hashable] = set()  # of the rows so far
         self._repeated, self._rows_before = 0, 0.0
         self._num_micros = 0  # so far
+        self._is_over = False
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
         self._window_fires.clear()
 
@@ -172,6 +173,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         window with two of one document on this rank does not enter the averages. `rows_before`:
         rows of its document before a row, on average.
         """
+        assert not self._is_over, "begin_micro without begin_window"  # sums would be of two windows
         if isinstance(groups, Tensor):  # whose elements equal none
             groups = groups.tolist()
         self._repeated += not self._groups.isdisjoint(groups)
@@ -186,9 +188,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._held: list[tuple[int, Tensor]] = []
         self._held_bytes = 0
         # A reduction within the backward replaces a parameter's gradient as soon as it is there.
-        ddp, reduces = self._leaves.ddp, self._leaves.is_sharded or (last and self._world_size > 1)
-        if ddp is not None and ddp.require_backward_grad_sync:
-            reduces = True
+        syncs = getattr(self._leaves.ddp, "require_backward_grad_sync", False)
+        reduces = syncs or self._leaves.is_sharded or (last and self._world_size > 1)
         self._may_hold = 0 if reduces else HELD_BYTES.get(self._sums.device.type, 0)
         self._sum_norms: list[Tensor] = []  # of the running sum
         self._sum_fires = 0
@@ -275,6 +276,7 @@ class GradientNoiseScale(NoiseScaleAverage):
     def local_sums(self) -> Tensor:
         """[NUM_SUMS] float64 on the device: this rank's sums, to be SUM-reduced over ranks."""
         assert not self._is_active, "local_sums between begin_micro and end_micro"
+        self._is_over = True
         sums = self._sums.clone()
         # Without a hook that ran, the sums of the window are unknown, not zero.
         if not self._window_fires:
@@ -313,7 +315,6 @@ class GradientNoiseScale(NoiseScaleAverage):
         """All-reduce, estimate, and return the metrics, for loops without a reduction of their own.
 
         A noise scale, or a bound, that is not known is None: that of an earlier step would not fit.
-
         Every rank must call it, after the last backward (and `unscale_`), before clipping.
         """
         packed = torch.cat([self.local_sums(), self.grad_sq().reshape(1)])
@@ -400,8 +401,7 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
         raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
     if layout_of(parameters) is None:
         # It may stand within another module, as after `torch.compile`.
-        wrapped = (each for each in model.modules() if isinstance(each, DistributedDataParallel))
-        ddp = next(wrapped, None)
+        ddp = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
         if ddp is not None:
             process_group = process_group or ddp.process_group
         elif process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
