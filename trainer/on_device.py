@@ -28,7 +28,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(values)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=device.type == "cuda")  # or a host reads too early
+    return tensor.to(device, non_blocking=device.type != "cpu")  # or the host reads too early
 
 
 def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
