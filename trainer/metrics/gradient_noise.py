@@ -54,8 +54,8 @@ HELD_BYTES = {"cuda": 2**26, "cpu": 2**20}
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Numbers, [n] each, whose squares (`square_sum`) add up to those of all elements.
 
-    On CUDA the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements, in fp32,
-    and the remainder: almost a single kernel, where the sum itself takes five.
+    On one CUDA device the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements,
+    in fp32, and the remainder: almost a single kernel, where the sum itself takes five.
     """
     dense = []
     for tensor in tensors:
