@@ -26,6 +26,7 @@ from trainer.metrics.catalog_rows import MetricSpec, RankReduction, WindowReduct
 from trainer.wording import short_repr
 
 Scalar = float | torch.Tensor
+Operations = Mapping[str, RankReduction]
 _MEANS = ("mean", "weighted_mean")
 _GUARD = BestEffort("reduction")  # of loops without one
 
@@ -149,9 +150,6 @@ class Recorder:
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         self._entries = {key: _Entry(lookup_or_gauge(key), *saved) for key, saved in state.items()}
-
-
-Operations = Mapping[str, RankReduction]
 
 
 class Reporter(Protocol):

@@ -135,6 +135,7 @@ class MetricsTracker:
         self._since = _Since()
         self._last: list[Any] = []  # loss, norm, learning rate and tokens of the step that ended last
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # with what calls its methods
+        self._named = Counter[str]()  # how many guarded ones have a name
         self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -150,9 +151,10 @@ class MetricsTracker:
         for sink in sinks:
             run: Callable[..., object] = operator.call
             if not getattr(sink, "is_essential", False):
-                same = [each for each, _ in self._sinks if _name_of(each) == _name_of(sink)]
-                number = f" {len(same) + 1}" * bool(same)  # guards go by name
-                run = self.diagnostics.best_effort(f"sink {_name_of(sink)}{number}").run
+                name = getattr(sink, "name", type(sink).__name__)
+                self._named[name] += 1
+                number = f" {self._named[name]}" * (self._named[name] > 1)  # guards go by name
+                run = self.diagnostics.best_effort(f"sink {name}{number}").run
             self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:
@@ -302,10 +304,16 @@ class MetricsTracker:
     def _add_extras(self, values: dict[str, float | None], *, reserved: Collection[str]) -> None:
         """Add the values reported since the last logged step; waits for their devices."""
         drained = self.diagnostics.best_effort("extra").run(self._extra.drain_metrics) or {}
-        known = {key: value for key, value in drained.items() if key not in reserved}
-        for key in drained.keys() - known.keys():
-            self._leave_out(key, "the name is one of the tracker's own")
-        values |= checked(known, self._leave_out, _read)
+        for key, value in drained.items():
+            if key in reserved:
+                self._leave_out(key, "the name is one of the tracker's own")
+            elif value is not None:
+                pair = value if isinstance(value, tuple) else (value, 1.0)
+                try:
+                    total, weight = map(float, pair)
+                    values[key] = total / weight if weight else None
+                except Exception as error:  # noqa: BLE001 - one value must not cost the others
+                    self._leave_out(key, str(error))
         errors = {
             key: abs(value) for key, value in values.items() if key.startswith(SHARE_ERRORS) and value is not None
         }
@@ -319,7 +327,7 @@ class MetricsTracker:
         """Send evaluation values; the smoothing stays as it is.
 
         Plain keys (`loss`) get the prefix `eval_`; a key with a namespace (`moe/aux_loss`) is the
-        caller's. None is left out, and a value that is no number, with one warning.
+        caller's. A value that is no number is left out with one warning.
         """
         found = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, _read) or {}
         values = {}
@@ -367,18 +375,12 @@ class MetricsTracker:
             while self._sinks:
                 sink, run = self._sinks.pop(0)
                 if run is not operator.call:  # the guard of one that has failed is off
-                    run = BestEffort(f"end of sink {_name_of(sink)}").run
+                    run = BestEffort(f"end of sink {type(sink).__name__}").run
                 stack.callback(run, sink.close)
 
 
-def _name_of(sink: Sink) -> str:
-    return str(getattr(sink, "name", type(sink).__name__))
-
-
 def _read(value: Any) -> float | None:
-    """A number, a pair's total over its weight (None over nothing), or None; waits for its device."""
-    if value is None:
-        return None
+    """A number, or a pair's total over its weight (None over nothing); waits for its device."""
     if isinstance(value, tuple) and len(value) == 2:
         weight = as_number(value[1])
         return as_number(value[0]) / weight if weight else None

@@ -24,6 +24,7 @@ from trainer.wording import short_repr
 TRIED = 1000  # points, at most, at which a custom schedule is tried before the run, and its end
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
+ParameterGroup = dict[str, Any]
 Schedule = Callable[[int], float]
 """Maps the progress after a step (see `Length`: steps from 1, or tokens) to its rate."""
 
@@ -124,9 +125,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use `lr` in the next step, in every parameter group, times the group's own scale."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
-
-
-ParameterGroup = dict[str, Any]
 
 
 def build_optimizer(
