@@ -57,7 +57,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     On one CUDA device the norm of each tensor, in fp64; otherwise norms of rows of 1,024 elements,
     in fp32, and the remainder: almost a single kernel, where the sum itself takes five.
     """
-    dense = []
+    dense, devices = [], set[torch.device]()  # a model may be spread over several
     for tensor in tensors:
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -66,7 +66,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         dense.append(tensor)
-    devices = {each.device for each in dense}  # a model may be spread over several
+        devices.add(tensor.device)
     if len(devices) == 1 and devices.pop().type in MULTI_TENSOR:
         flat = [each.reshape(-1) for each in dense]
         return [torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64))]
