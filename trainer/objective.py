@@ -137,8 +137,8 @@ class Objective:
     """The loss: cross entropy plus the enabled components, those whose weight is not 0.
 
     `own` replaces all of them: output [B, T, ...] and targets -> losses of the targets' shape, or
-    their sum over the known targets and the number of these, both []. Without a cross entropy, only
-    outputs as wide as `vocab_size` are scores, which have an accuracy.
+    their sum over the known targets and the number of these, both []. Then, and without any
+    component, only outputs as wide as `vocab_size` are scores, which have an accuracy.
     """
 
     def __init__(

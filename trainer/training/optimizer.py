@@ -209,7 +209,7 @@ def load_named_state(
     optimizer.load_state_dict(states.get("", states))
     for part in optimizer_parts(optimizer).values():
         for parameter, state in part.state.items():
-            for key, value in saved[names[id(parameter)]].items():
+            for key, value in saved.get(names[id(parameter)], {}).items():
                 # torch has converted all but `step` to the type of the parameter.
                 if isinstance(value, torch.Tensor) and state[key].dtype != value.dtype:
                     state[key] = value.to(state[key].device)
