@@ -117,8 +117,7 @@ class ObjectiveOutput:
     num_tokens: Tensor
     """Number of unmasked targets: [], int64."""
     parts: dict[str, Term]
-    """Component name -> (sum, count), detached; the sums add up to `loss_sum`, but for losses by rows
-    (`trainer.lab.auxiliary`)."""
+    """Component name -> (sum, count), detached; sums add up to `loss_sum`, but for those by rows."""
     token_loss: Tensor | None
     """Unweighted cross entropy (or own loss): [B, T], detached, 0 where masked; or None."""
     is_correct: Tensor | None
@@ -156,8 +155,7 @@ class Objective:
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
         non-finite loss is returned like any other; the optimizer step handles it. Raises
-        ObjectiveError: an enabled component cannot be computed; UserError: a custom loss fails, or is
-        missing for float targets.
+        ObjectiveError: a component cannot be computed; UserError: a custom loss fails, or is needed.
         """
         terms: dict[str, Term] = {}
         options = self._options

@@ -143,10 +143,9 @@ def build_optimizer(
     if table.name == "adamw":
         betas = table.betas[0], table.betas[1]
         return torch.optim.AdamW(groups, lr=table.lr, betas=betas, eps=table.eps, fused=True)
-    sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
     # The fused one does not take shards (torch 2.13); a step of the other waits for the device.
     is_whole = layout_of(parameter for group in groups for parameter in group["params"]) is None
-    optimizer = torch.optim.SGD(groups, fused=is_whole, **sgd)
+    optimizer = torch.optim.SGD(groups, table.lr, table.momentum, nesterov=table.momentum > 0, fused=is_whole)
     if table.momentum:
         keep_buffers(optimizer)
     return optimizer
@@ -190,9 +189,13 @@ def plain_values(group: ParameterGroup) -> dict[str, Any]:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The `plain_values` of a custom optimizer's groups that they were not built with: counts, say."""
-    pairs = zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False)
-    return [dict(plain_values(group).items() - built.items()) for group, built in pairs]
+    """What a custom optimizer's groups hold that they were not built with, such as counts: the
+    `plain_values` that differ, and all tensors."""
+    found = []
+    for group, built in zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False):
+        tensors = {key: own for key, own in group.items() if isinstance(own, torch.Tensor) and key != "lr"}
+        found.append(dict(plain_values(group).items() - built.items()) | tensors)
+    return found
 
 
 def load_named_state(

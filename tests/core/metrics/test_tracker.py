@@ -277,9 +277,7 @@ def test_a_value_that_is_no_number_is_left_out_with_one_warning(bad: Any, caplog
     assert sum("is left out: " in record.getMessage() for record in caplog.records) == 3
 
 
-def test_a_noise_scale_that_is_no_longer_known_and_a_mean_over_nothing_are_absent_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_no_longer_known_is_absent_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(log_interval=3)
     run.step(1, extra={})
     run.step(2, extra={"gns/b_now": 5.0, "gns/b_now_low": 4.0, "gns/b_now_high": 9.0})

@@ -22,6 +22,7 @@ from trainer.on_device import step_unless, supports_found_inf
 from trainer.training.optimizer import (
     Length,
     build_optimizer,
+    group_counters,
     load_named_state,
     lr_at,
     make_schedule,
@@ -252,6 +253,8 @@ def test_one_of_ones_own_is_called_with_groups_and_rate():
     optimizer = build_optimizer(model, OptimizerTable(target=here, args={"alpha": 0.5}, lr=0.25), PARTS)
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert {(group["lr"], group["alpha"]) for group in optimizer.param_groups} == {(0.25, 0.5)}
+    optimizer.param_groups[0] |= {"count": 3, "sum": torch.ones(1), "lr": 0.5}  # as a step may do
+    assert group_counters(optimizer)[0] == {"count": 3, "sum": torch.ones(1)}
     for args, message in (({"beta": 1}, "optimizer.args: cannot call"), ({"alpha": -1}, "optimizer.target: ")):
         with pytest.raises(UserError, match=message):
             build_optimizer(model, OptimizerTable(target=here, args=args), PARTS)
