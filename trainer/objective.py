@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -117,7 +117,7 @@ class ObjectiveOutput:
     num_tokens: Tensor
     """Number of unmasked targets: [], int64."""
     parts: dict[str, Term]
-    """Component name -> (sum, count), detached; the sums add up to `loss_sum`."""
+    """Component name -> (sum, count), detached; sums add up to `loss_sum`, but for those by rows."""
     token_loss: Tensor | None
     """Unweighted cross entropy (or own loss): [B, T], detached, 0 where masked; or None."""
     is_correct: Tensor | None
@@ -135,9 +135,9 @@ class Loss(Protocol):
 class Objective:
     """The loss: cross entropy plus the enabled components, those whose weight is not 0.
 
-    `own` replaces all of them: output [B, T, ...] and targets -> losses [B, T], or their sum over
-    the unmasked targets and the number of these, both []. Outputs that are no scores, of another
-    width than `vocab_size`, then have no accuracy.
+    `own` replaces all of them: output [B, T, ...] and targets -> losses of the targets' shape, or
+    their sum over the known targets and the number of these, both []. Then, and without any
+    component, only outputs as wide as `vocab_size` are scores, which have an accuracy.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Objective:
 
         `meta` is the batch's `instability_meta_json`, for the message if a component fails. A
         non-finite loss is returned like any other; the optimizer step handles it. Raises
-        ObjectiveError: an enabled component cannot be computed; UserError: a custom loss fails.
+        ObjectiveError: a component cannot be computed; UserError: a custom loss fails, or is needed.
         """
         terms: dict[str, Term] = {}
         options = self._options
@@ -251,17 +251,15 @@ def token_type_sums(
 class Auxiliary:
     """Refuses losses of an output and leaves out its metrics, since the model declares none."""
 
-    def __init__(self, losses: Mapping[str, Any] | None = None, metric_keys: Sequence[str] = ()) -> None:
-        # By name; each has a `weight`, and `by`: "tokens" or "rows".
-        self.losses = losses or {}
-        # Those that the output may have; others are left out with one warning.
-        self.metric_keys = tuple(metric_keys)
-        self.by_rows = [f"objective/{name}" for name, each in self.losses.items() if each.by == "rows"]
-        self.is_on = bool(self.losses or self.metric_keys)
+    losses: Mapping[str, Any] = {}  # by name; those that the model declares
+    by_rows: Sequence[str] = ()  # metrics of the losses that are means over rows
+    metric_keys: tuple[str, ...] = ()  # others of the output are left out with one warning
+
+    def __init__(self) -> None:
         self._guard = BestEffort("model")
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
-        """Prepare the window's micro-batches of this rank. Every rank must call it."""
+        """If there are losses by rows, every rank must call it with its micro-batches of a step."""
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
         """The loss of a micro-batch (`trainer.data.loader.MicroBatch`) with all its parts. Raises
@@ -270,11 +268,11 @@ class Auxiliary:
         # What nobody trains on must not look as if somebody did.
         if losses:
             refuse_output(undeclared(sorted(losses)))
-        self._leave_out_but(self.metric_keys, metrics or {})
+        self._leave_out_others(metrics or {})
         return result
 
-    def _leave_out_but(self, known: Iterable[str], metrics: Mapping[str, Any]) -> None:
-        for name in metrics.keys() - set(known):
+    def _leave_out_others(self, metrics: Mapping[str, Any]) -> None:
+        for name in metrics.keys() - set(self.metric_keys):
             self._guard.leave_out(name, "the model's metric_keys do not list it")
 
 

@@ -1,4 +1,4 @@
-"""Copies to and from the device, and decisions on it, without the host waiting; its memory and its peak.
+"""Copies to and from the device, and decisions on it, without the host waiting; memory and peak.
 
 The optimizer learns whether to step by `found_inf`, the flag of torch's loss scaling.
 """
@@ -28,7 +28,7 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     tensor = torch.as_tensor(values)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type != "cpu")  # or the host reads too early
 
 
 def move_together(batch: dict[str, Any], keys: Iterable[str], device: torch.device) -> None:
@@ -59,7 +59,7 @@ def copied_together(tensors: Mapping[str, Tensor], device: torch.device) -> dict
 
 
 def seed_model(device: torch.device, *key: int) -> None:
-    """Seed the generators of CPU and device, 100 times as fast as `torch.manual_seed`."""
+    """Seed the generators of CPU and current device, much faster than `torch.manual_seed`."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -190,11 +190,8 @@ def compute_mfu(
 ) -> float | None:
     """MFU as a fraction, None where the peak or the model's FLOPs are unknown.
 
-    Args:
-        tokens_per_sec: over all devices.
-        flops_per_token: forward and backward of the model, real FLOPs; 0 if unknown.
-        num_devices: devices that share the work.
-        peak_tflops: peak of one device in 1e12 FLOP/s.
+    `tokens_per_sec`: over all devices; `flops_per_token`: real FLOPs of forward and backward, 0 if
+    unknown; `peak_tflops`: of one device, in 1e12 FLOP/s.
     """
     if peak_tflops is None or flops_per_token <= 0.0:
         return None

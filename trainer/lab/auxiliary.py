@@ -77,8 +77,10 @@ class AuxiliaryLosses(Auxiliary):
     """Adds the losses, by name, and metrics of an output to the objective of its logits."""
 
     def __init__(self, losses: Mapping[str, AuxiliaryLoss] | None = None, metric_keys: Sequence[str] = ()) -> None:
-        super().__init__(losses, metric_keys)
+        super().__init__()
+        self.losses, self.metric_keys = losses or {}, tuple(metric_keys)
         self._declared: dict[str, By] = {name: each.by for name, each in self.losses.items()}
+        self.by_rows = [f"objective/{name}" for name, by in self._declared.items() if by == "rows"]
 
     def begin_window(self, window: Sequence[Any], *, world_size: int) -> None:
         """Find the factor of losses by rows: the step divides by tokens. All ranks must call it."""
@@ -108,7 +110,7 @@ class AuxiliaryLosses(Auxiliary):
             elif trains:
                 total = total + term * self._tokens_per_row.to(term)
             parts[name] = Term(term.detach(), applies.sum())
-        self._leave_out_but(self.metric_keys, metrics)
+        self._leave_out_others(metrics)
         kept = {name: metrics[name] for name in self.metric_keys if name in metrics}
         return replace(result, loss_sum=total, parts=parts, metrics=kept)
 

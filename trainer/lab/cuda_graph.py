@@ -49,7 +49,7 @@ def make_graphs(plan: Plan, device: torch.device, strategy: Strategy, auxiliary:
         "FSDP gathers parameters within the backward": has_ranks and stream is None,
         "several devices were not tried; train.cuda_graph = true tries them": has_ranks and not is_asked,
         "only full rows have one shape": not reads_lanes(config),
-        "losses and metrics of the model's output are looked at by Python": auxiliary.is_on,
+        "losses and metrics of the model's output are looked at by Python": auxiliary.losses or auxiliary.metric_keys,
     }
     problem = next((reason for reason, holds in reasons.items() if holds), "")
     if problem and is_asked:

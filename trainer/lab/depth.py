@@ -3,8 +3,8 @@ tokens that it has seen.
 
 The depth of a target is the number of tokens of its document before it, counted from where the
 state was zero. Each cell that continues a document is run a second time, from a zero state: the
-target at place t of the cell then has a context of t tokens, as if the state were reset at each
-cell. Those of a first cell have the same loss in both.
+target at place t of the cell then has a context of t + 1 tokens, as if the state were reset at
+each cell. Those of a first cell have the same loss in both.
 
 Losses are cross-entropies, or what replaces them. Their errors, and those of the paired difference,
 are over documents as independent draws: the `Moments.wide_error` of a ratio of sums. Documents of a
@@ -34,10 +34,6 @@ NUM_BUCKETS = 40  # [0, 1), [1, 2), [2, 4), ...: more than any document has
 HELD_ON_DEVICE = 64  # micro-batches whose sums are fetched together
 Floats = NDArray[np.float64]
 Part = tuple[int, Floats, dict[int, Floats]]
-
-
-def bucket_start(index: int) -> int:
-    return 1 << index >> 1
 
 
 def depths(tokens_before: Tensor, num_tokens: int, resets: Tensor | None) -> Tensor:
@@ -148,7 +144,7 @@ class Depth(EvalRider):
         found = _numbers("depth/beyond_cell", beyond[2:], ["carry_gain"])
         for index in range(NUM_BUCKETS):
             if total[index, 0, 0]:
-                start = bucket_start(index)
+                start = 1 << index >> 1
                 kinds = ["loss"]
                 if 2 * start > cell:  # in a bucket of first cells alone, nothing is carried
                     kinds += ["loss_from_zero", "carry_gain"]

@@ -41,8 +41,8 @@ class Moments(NamedTuple):
 
     def wide_error(self) -> float:
         """An error of R that holds for few units of unequal weight: by their effective number (Kish
-        1965), and widened by Student's t so that 1.96 of it cover 95 %. NaN for fewer than
-        `FEWEST_UNITS`."""
+        1965), and widened by Student's t so that 1.96 of it cover 95 %. NaN for fewer units than
+        `FEWEST_UNITS`, or than two effective ones."""
         num, effective = self.num, self.weight**2 / max(self.weight_sq, 1e-300)
         if num < FEWEST_UNITS or effective < 2:
             return math.nan

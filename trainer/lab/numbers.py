@@ -53,7 +53,7 @@ class Series(Tokenizer):
     """Reads series, in the place of a tokenizer: the rows of documents are F numbers.
 
     Row t is predicted from row t - 1, the first one from zeros; or its columns `targets` from the
-    others, unshifted. Raises UserError: the columns are not F.
+    others, unshifted. Raises UserError: a key of `[data]` does not fit.
     """
 
     def __init__(self, data: DataTable) -> None:
@@ -90,9 +90,8 @@ class Series(Tokenizer):
 
     def encode(self, text: str) -> Ints:
         """Refused."""
-        raise UserError(
-            "data.features", "are numbers, and a prompt is text", "set sample.every = 0; nothing can be sampled"
-        )
+        fix = "set sample.every = 0; nothing can be sampled"
+        raise UserError("data.features", "are numbers, and a prompt is text", fix)
 
     def decode(self, ids: Any) -> str:
         """Rows for people."""

@@ -29,23 +29,20 @@ class TensorboardSink:
     def _opened(self) -> Any:
         if self._writer is None:
             # Imported here: tensorboard is an extra, and its import takes seconds.
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter, summary
 
             self._writer = SummaryWriter(str(self._log_dir), purge_step=self._purge_step, flush_secs=30)
             if self._config:
-                self._show(self._config)
+                self._show(self._config, summary.hparams)
         return self._writer
 
-    def _show(self, config: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import summary
-
+    def _show(self, config: Mapping[str, Any], hparams: Any) -> None:
         self._writer.add_text("config", _verbatim("\n".join(f"{key} = {each!r}" for key, each in config.items())))
         plain = dict(config)
         for key, each in config.items():
             if not isinstance(each, bool | int | float):
                 plain[key] = str(each)
         # The writer's `add_hparams` would make a separate run, which the third part ends.
-        hparams: Any = summary.hparams
         for part in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:
             self._writer.file_writer.add_summary(part)
 

@@ -26,6 +26,7 @@ from trainer.metrics.catalog_rows import MetricSpec, RankReduction, WindowReduct
 from trainer.wording import short_repr
 
 Scalar = float | torch.Tensor
+Operations = Mapping[str, RankReduction]
 _MEANS = ("mean", "weighted_mean")
 _GUARD = BestEffort("reduction")  # of loops without one
 
@@ -45,11 +46,8 @@ Input = Scalar | tuple[Scalar, Scalar]
 
 
 def as_scalar(value: Any, device: torch.device | str | None = None) -> Scalar:
-    """A number, or a float64 copy [] of a tensor of one element, on `device` (None: on its own).
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """A number, or a float64 copy [] of a tensor of one element, on `device` (None: on its own). A
+    TypeError if it is neither."""
     if type(value) is float or (type(value) is int and abs(value) < 2**53):  # most are
         return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
@@ -91,11 +89,8 @@ class Recorder:
         self._entries: dict[str, _Entry] = {}
 
     def add(self, values: Mapping[str, Input | None]) -> None:
-        """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value.
-
-        Raises:
-            TypeError: there is no mapping.
-        """
+        """Take in the values of one micro-batch; a pair is (sum, count), None an unknown value. A
+        TypeError if they are no mapping."""
         if not isinstance(values, Mapping):
             raise TypeError(f"must be a mapping of names to numbers, got {short_repr(values)}")
         for key, value in values.items():
@@ -155,9 +150,6 @@ class Recorder:
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         self._entries = {key: _Entry(lookup_or_gauge(key), *saved) for key, saved in state.items()}
-
-
-Operations = Mapping[str, RankReduction]
 
 
 class Reporter(Protocol):

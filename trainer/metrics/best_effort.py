@@ -34,7 +34,8 @@ def as_number(value: Any) -> float:
     if type(value) is float:
         return value
     try:
-        if isinstance(value, str | bytes | bytearray):
+        # Of a complex number of numpy, float() would give the real part.
+        if isinstance(value, str | bytes | bytearray) or "complex" in str(getattr(value, "dtype", "")):
             raise TypeError
         return float(value)
     except Exception:  # noqa: BLE001 - an object of the user's own may do anything

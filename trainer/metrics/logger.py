@@ -14,9 +14,7 @@ from typing import Final, TextIO
 from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"
-_COLOURS: Final = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
-_COLOUR_INFO: Final = "\033[32m"
-_RESET: Final = "\033[0m"
+_COLOURS: Final = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
 _IN_LINE: Final = (  # metrics in the line of a step: their name there, and format
     ("lr", "lr", ".2e"),
     ("grad_norm", "grad_norm", ".3f"),
@@ -46,7 +44,8 @@ class _RankFormatter(logging.Formatter):
         if self._time_format is not None:
             when = time.strftime(self._time_format, time.gmtime(record.created))
         elif is_terminal() and not os.environ.get("NO_COLOR"):
-            level = f"{_COLOURS.get(record.levelno, _COLOUR_INFO)}{level}{_RESET}"
+            colour = _COLOURS.get(record.levelno, "32")
+            level = f"\033[{colour}m{level}\033[0m"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
         return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 
@@ -77,12 +76,10 @@ class _LogFile(logging.FileHandler):
 
 
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
-    """A logger below `trainer` that writes to stderr with the prefix `[rank N] LEVEL`.
+    """A logger of this name below `trainer`, which writes `[rank N] LEVEL message` to stderr.
 
-    Args:
-        name: usually `__name__`; the prefix `trainer.` is added if missing.
-        rank_zero_only: keep this logger's records of other ranks (RANK of the environment, 0 if
-            unset) off stderr; their log files have them. The last call for a name applies.
+    `rank_zero_only`: keep this logger's records of other ranks (RANK of the environment, 0 if
+    unset) off stderr; their log files have them. The last call for a name applies.
     """
     root = logging.getLogger(ROOT)
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):

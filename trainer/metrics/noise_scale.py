@@ -252,7 +252,8 @@ class History:
     """Pairs (x, y) of all windows: the latest singly, older ones in sums over 2, 4, 8, ... of a
     phase.
 
-    At most `BLOCKS` sums of each length are kept: its size grows with the windows' logarithm.
+    At most `BLOCKS` sums of each length are kept, or `FEWEST_BLOCKS` of each phase: its size grows
+    with the windows' logarithm.
     """
 
     def __init__(self, stretches: Stretches | None = None) -> None:
@@ -511,14 +512,10 @@ class NoiseScaleAverage:
 
     def _values_of_ratio(self, ratio: Ratio) -> dict[str, float | None]:
         low, high, value, error = ratio
-        values = {
-            "gns/b_simple_low": low,
-            "gns/b_simple_high": high,
-            "gns/b_simple": value,
-            "gns/b_simple_se": error,
-        }
+        values = {"gns/b_simple": value, "gns/b_simple_se": error}
+        values |= {"gns/b_simple_low": low, "gns/b_simple_high": high}
         if value is not None:
-            per_micro = self.world_size * self.shards_per_rank / self.small_noise  # sequences over all data shards
+            per_micro = self.world_size * self.shards_per_rank / self.small_noise  # in sequences
             values |= {"gns/gns_mu": value / per_micro, "gns/Bsimple_from_mu": value}
             if self.token_sum > 0.0:
                 values["gns/b_simple_tokens"] = value * self.token_sum / self.weight
@@ -527,8 +524,8 @@ class NoiseScaleAverage:
         return values
 
     def _consistency_values(self) -> dict[str, float]:
-        """Between over within, and its error, both in proportion where the ratio is above the cap, for
-        which a within that vanishes stands; nothing where both do."""
+        """Between over within, and its error; a ratio above the cap is scaled down to it, with its
+        error. The cap if only within vanishes; nothing if the ratio is not known otherwise."""
         fit = self._consistency.fit()
         ratio = fit.ratio()
         if ratio.value is not None and ratio.error is not None:

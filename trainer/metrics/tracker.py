@@ -135,6 +135,7 @@ class MetricsTracker:
         self._since = _Since()
         self._last: list[Any] = []  # loss, norm, learning rate and tokens of the step that ended last
         self._sinks: list[tuple[Sink, Callable[..., object]]] = []  # with what calls its methods
+        self._named = Counter[str]()  # how many guarded ones have a name
         self._seen_keys = set[str]()
         self._restart: dict[str, int] | None = None  # for the next payload
         self.init_backends(sinks)
@@ -150,7 +151,10 @@ class MetricsTracker:
         for sink in sinks:
             run: Callable[..., object] = operator.call
             if not getattr(sink, "is_essential", False):
-                run = self.diagnostics.best_effort(f"sink {getattr(sink, 'name', type(sink).__name__)}").run
+                name = getattr(sink, "name", type(sink).__name__)
+                self._named[name] += 1
+                number = f" {self._named[name]}" * (self._named[name] > 1)  # guards go by name
+                run = self.diagnostics.best_effort(f"sink {name}{number}").run
             self._sinks.append((sink, run))
 
     def will_log(self, step: int) -> bool:

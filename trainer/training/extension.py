@@ -128,7 +128,7 @@ class RunView:
 
         The catalog says how the values between two logged steps and those of all ranks combine
         (`trainer.metrics.catalog.register` adds metrics). `value`: a number, a tensor of one element, a
-        pair (sum, weight), or None if unknown; what is no number is left out.
+        weighted mean's pair (sum, weight), or None if unknown; what is no number is left out.
         """
         self.recorder.add({name: value})
 

@@ -21,9 +21,10 @@ from trainer.options import ONE, MicroBatches
 from trainer.training import NO_PARTS, Parts, need
 from trainer.wording import short_repr
 
-TRIED = 1000  # steps at which a custom schedule is tried before the run
+TRIED = 1000  # points, at most, at which a custom schedule is tried before the run, and its end
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the run."""
+ParameterGroup = dict[str, Any]
 Schedule = Callable[[int], float]
 """Maps the progress after a step (see `Length`: steps from 1, or tokens) to its rate."""
 
@@ -79,7 +80,7 @@ def make_schedule(config: RunConfig, length: Length) -> Schedule:
     schedule = partial(_custom_lr, table.target, partial(function, **given))
     # Refused now, not after days: a sample of all steps, the last included.
     first = min(length.in_full_steps(1), steps)
-    for reached in [*range(first, steps, max((steps - first) // TRIED, 1)), steps]:
+    for reached in [*range(first, steps, (steps - first) // TRIED + 1), steps]:
         schedule(reached)
     return schedule
 
@@ -90,8 +91,8 @@ def lr_at(step: int, *, steps: int, peak: float, table: SchedulerTable) -> float
     Warm-up is linear and reaches `peak` at step `warmup_steps`. What follows is a function of t =
     (step - start) / (steps - start), where start is the end of the warm-up (for wsd, of the stable
     phase): constant: 1; linear: 1 - t; cosine: (1 + cos(pi t)) / 2 (Loshchilov and Hutter, 2017);
-    wsd: 1, then 1 - t; each scaled to end at `min_lr_ratio` of the peak. A run shorter than its
-    warm-up ends on the ramp.
+    wsd: 1, then 1 - t; the last three scaled to end at `min_lr_ratio` of the peak. A run shorter
+    than its warm-up ends on the ramp.
     """
     if step <= table.warmup_steps:  # also the whole of a shorter run
         return peak * step / table.warmup_steps
@@ -126,9 +127,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
 
-ParameterGroup = dict[str, Any]
-
-
 def build_optimizer(
     model: nn.Module, table: OptimizerTable, parts: Parts = NO_PARTS, roles: Mapping[str, Role] | None = None
 ) -> torch.optim.Optimizer:
@@ -145,10 +143,9 @@ def build_optimizer(
     if table.name == "adamw":
         betas = table.betas[0], table.betas[1]
         return torch.optim.AdamW(groups, lr=table.lr, betas=betas, eps=table.eps, fused=True)
-    sgd: dict[str, Any] = {"lr": table.lr, "momentum": table.momentum, "nesterov": table.momentum > 0}
     # The fused one does not take shards (torch 2.13); a step of the other waits for the device.
     is_whole = layout_of(parameter for group in groups for parameter in group["params"]) is None
-    optimizer = torch.optim.SGD(groups, fused=is_whole, **sgd)
+    optimizer = torch.optim.SGD(groups, table.lr, table.momentum, nesterov=table.momentum > 0, fused=is_whole)
     if table.momentum:
         keep_buffers(optimizer)
     return optimizer
@@ -192,9 +189,13 @@ def plain_values(group: ParameterGroup) -> dict[str, Any]:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group of a custom optimizer holds that it was not built with, such as counts."""
-    pairs = zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False)
-    return [dict(plain_values(group).items() - built.items()) for group, built in pairs]
+    """What a custom optimizer's groups hold that they were not built with, such as counts: the
+    `plain_values` that differ, and all tensors."""
+    found = []
+    for group, built in zip(optimizer.param_groups, getattr(optimizer, "built_groups", ()), strict=False):
+        tensors = {key: own for key, own in group.items() if isinstance(own, torch.Tensor) and key != "lr"}
+        found.append(dict(plain_values(group).items() - built.items()) | tensors)
+    return found
 
 
 def load_named_state(
@@ -209,6 +210,12 @@ def load_named_state(
         numbered = {number: dict(saved[each]) for number, each in enumerate(order) if each in saved}
         states[name] = {"state": numbered, "param_groups": part.state_dict()["param_groups"]}
     optimizer.load_state_dict(states.get("", states))
+    for part in optimizer_parts(optimizer).values():
+        for parameter, state in part.state.items():
+            for key, value in saved.get(names[id(parameter)], {}).items():
+                # torch has converted all but `step` to the type of the parameter.
+                if isinstance(value, torch.Tensor) and state[key].dtype != value.dtype:
+                    state[key] = value.to(state[key].device)
 
 
 def parameter_groups(

@@ -178,7 +178,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Te
     for name, state in by_name.items():
         states[name] = unpack(state, partial(read_like, saved, like=parameters[name]))
     load_named_state(optimizer, model, states)
-    groups = unpack(saved.values["groups"], saved.read)
+    device = next(iter(parameters.values())).device
+    groups = unpack(saved.values["groups"], lambda name: saved.read(name).to(device))
     for group, counters in zip(optimizer.param_groups, groups, strict=False):  # none of a built-in optimizer
         group.update(counters)
 

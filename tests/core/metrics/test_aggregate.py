@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,8 +130,8 @@ class Odd:
         raise ZeroDivisionError
 
 
-PAIRS = (Moments(*[1.0] * 6), (1.0, 2.0, 3.0), (1.0, None))
-BAD = [10**6000, "1.5", [1.0], torch.zeros(3), torch.empty((), device="meta"), 2j, torch.tensor(2j), Odd(), *PAIRS]
+MORE = (np.complex64(2), Odd(), Moments(*[1.0] * 6), (1.0, 2.0, 3.0), (1.0, None))
+BAD = [10**6000, "1.5", [1.0], torch.zeros(3), torch.empty((), device="meta"), 2j, torch.tensor(2j), *MORE]
 
 
 @pytest.mark.parametrize("bad", [None, *BAD], ids=lambda bad: type(bad).__name__)

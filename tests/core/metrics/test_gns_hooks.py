@@ -127,6 +127,8 @@ def test_a_gradient_without_tokens_is_a_fault(model: nn.Module, gns: GradientNoi
     found = gns.step()
     assert known(found) == {"gns/skipped": 1.0}
     assert found["gns/b_now"] is found["gns/b_now_low"] is None  # not that of an earlier step
+    with pytest.raises(AssertionError, match="begin_micro without begin_window"):
+        gns.begin_micro(True)
 
 
 @pytest.mark.parametrize(("value", "kappa"), [(float("nan"), 0.0), (float("inf"), 1.0)])

@@ -22,6 +22,7 @@ from trainer.on_device import step_unless, supports_found_inf
 from trainer.training.optimizer import (
     Length,
     build_optimizer,
+    group_counters,
     load_named_state,
     lr_at,
     make_schedule,
@@ -126,6 +127,9 @@ def test_a_resume_restores_the_state_and_takes_the_settings_of_the_config(name):
     optimizer = build_optimizer(model, OptimizerTable(name=name), PARTS)
     set_gradients(model)
     optimizer.step()
+    for part in getattr(optimizer, "parts", {"": optimizer}).values():
+        for state in part.state.values():  # as a custom optimizer may keep it
+            state["mask"], state["lost"] = torch.tensor([True, False]), torch.tensor(2.0**60 + 2**20).double()
     saved, whole = copy.deepcopy(named_state(optimizer, model)), copy.deepcopy(optimizer.state_dict())
     same = build_optimizer(model, OptimizerTable(name=name), PARTS)
     load_named_state(same, model, saved)
@@ -249,11 +253,17 @@ def test_one_of_ones_own_is_called_with_groups_and_rate():
     optimizer = build_optimizer(model, OptimizerTable(target=here, args={"alpha": 0.5}, lr=0.25), PARTS)
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert {(group["lr"], group["alpha"]) for group in optimizer.param_groups} == {(0.25, 0.5)}
+    optimizer.param_groups[0] |= {"count": 3, "sum": torch.ones(1), "lr": 0.5}  # as a step may do
+    assert group_counters(optimizer)[0] == {"count": 3, "sum": torch.ones(1)}
     for args, message in (({"beta": 1}, "optimizer.args: cannot call"), ({"alpha": -1}, "optimizer.target: ")):
         with pytest.raises(UserError, match=message):
             build_optimizer(model, OptimizerTable(target=here, args=args), PARTS)
-    with pytest.raises(UserError, match="gave a dict, not an optimizer"):
-        build_optimizer(model, OptimizerTable(target=f"{__name__}:no_optimizer"), PARTS)
+    for target, args, message in (
+        (f"{__name__}:no_optimizer", {}, "gave a dict, not an optimizer"),
+        ("torch.optim:SGD", {"fused": True, "momentum": 0.9, "dampening": 0.5}, "cannot have a dampening here"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_optimizer(model, OptimizerTable(target=target, args=args), PARTS)
 
 
 def first_group_alone(groups, lr):

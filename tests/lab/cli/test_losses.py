@@ -141,23 +141,14 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
         (("model.target=own_losses:bad_keys",), "model.target: Regular.loss_keys is ['energy']; make it a dict"),
         (("model.args.returned=loss",), "model.target: Regular.metric_keys is ['loss']"),
         (("model.args.returned=1",), "Regular.metric_keys is [1]; make it a tuple of names"),
-        (
-            ("objective.token_ce=0", NOTHING),
-            "objective.token_ce: is 0, and no other loss would be trained on; set loss_keys",
-        ),
+        (("objective.token_ce=0", NOTHING), "token_ce: is 0, and no other loss would be trained on; set loss_keys"),
         (("objective.token_ce=0", "objective.chunk_tokens=8"), "objective: no loss of logits is left"),
         ((OWN, "objective.args.form=flat"), "objective.target: fails: ValueError: what it returned has no gradient"),
         ((OWN, "objective.args.form=all"), "objective.target: fails on a few tokens: ValueError: the loss is NaN"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
         (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
-        (
-            ("model.args.returned=energy in one shape",),
-            "returns the loss energy by tokens with the shape [16], not [1, 16] or []",
-        ),
-        (
-            ("model.target=own_losses:taken_name",),
-            "model.target: loss_keys name z_loss, which is a loss of the trainer",
-        ),
+        (("model.args.returned=energy in one shape",), "loss energy by tokens with the shape [16], not [1, 16] or []"),
+        (("model.target=own_losses:taken_name",), "model.target: loss_keys name z_loss, which is a loss of the"),
         ((OWN, "objective.z_loss=0.1"), "objective: z_loss would have no effect beside target"),
         (("objective.args.form=sum",), "objective: args are those of a target of your own"),
     ],
@@ -171,10 +162,7 @@ def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, messa
     [
         (("model.args.returned=other",), "model.target: it returns the loss other, which is not in its loss_keys"),
         (("model.args.returned=no norm",), "model.target: it returns no loss norm in train()"),
-        (
-            (OWN, "objective.args.form=mean"),
-            "objective.target: fails: TypeError: returned torch.float32 [], not losses [",
-        ),
+        ((OWN, "objective.args.form=mean"), "objective.target: fails: TypeError: returned torch.float32 [], not"),
     ],
 )
 def test_what_the_first_step_shows_ends_the_run(config, sets, message):
@@ -184,15 +172,8 @@ def test_what_the_first_step_shows_ends_the_run(config, sets, message):
 
 def test_an_evaluation_of_a_checkpoint_has_the_losses_but_imports_no_code_unasked(config, capsys, monkeypatch):
     run_dir = config.parent / "run"
-    train(
-        config,
-        run_dir,
-        *MODEL,
-        OWN,
-        "objective.losses.energy=0.5",
-        "eval.batches=1000",
-        extra={"PYTHONPATH": str(config.parent)},
-    )
+    sets = (*MODEL, OWN, "objective.losses.energy=0.5", "eval.batches=1000")
+    train(config, run_dir, *sets, extra={"PYTHONPATH": str(config.parent)})
     monkeypatch.chdir(config.parent)
     refused = program(("eval", run_dir), capsys)
     assert ": the config in" in refused.stderr, refused.stderr

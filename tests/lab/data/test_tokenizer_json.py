@@ -188,11 +188,13 @@ def test_what_spells_a_special_token_or_the_end_is_text_unless_the_config_parses
         assert prompt_ids(tokenizer, text, "--prompt") == [tokenizer.bos_id, *ids]
 
 
+SPACED = {**added(400, "<tool>", special=False), "rstrip": True}
 INEXACT = {
     "prefix_space": lambda path: trained(path, byte_level(add_prefix_space=True)),
     "removed": lambda path: trained(path, split("removed")),
     "decomposed": lambda path: trained(path, byte_level(), tokenizers.normalizers.NFD()),
     "stripped": lambda path: trained(path, byte_level(), tokenizers.normalizers.Strip()),
+    "takes_space": lambda path: trained(path, byte_level(), added_tokens=[SPACED]),
     "metaspace": lambda path: spaced("metaspace").save(str(path)) or load_tokenizer(str(path)),
 }
 

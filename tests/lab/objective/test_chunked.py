@@ -32,12 +32,25 @@ def batch(rows: int = 3, length: int = 37) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@pytest.mark.parametrize("tie", [False, True])
+class TwoBiases(nn.Linear):
+    """Of parameters that enter as a sum, autograd gives one tensor as the gradient of each."""
+
+    def __init__(self) -> None:
+        super().__init__(32, VOCAB)
+        self.more = nn.Parameter(torch.randn(VOCAB))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias + self.more)
+
+
+@pytest.mark.parametrize("head", ["own", "tied", "sum"])
 @pytest.mark.parametrize("chunk", [1, 7, 37, 111, 1000])
 @pytest.mark.parametrize("loss", [PLAIN, Objective(own=of_rows, vocab_size=VOCAB)], ids=["built-in", "own"])
-def test_losses_parts_and_gradients_are_those_of_the_plain_loss(chunk, tie, loss):
+def test_losses_parts_and_gradients_are_those_of_the_plain_loss(chunk, head, loss):
     torch.manual_seed(0)
-    model = transformer.build(VOCAB, 32, 2, heads=2, tie_embeddings=tie).double()
+    model = transformer.build(VOCAB, 32, 2, heads=2, tie_embeddings=head == "tied").double()
+    if head == "sum":
+        model.head = TwoBiases().double()
     tokens, targets = batch()
     found = []
     for run, each in (

@@ -16,7 +16,7 @@ from tests.support import in_process
 from tests.support.runs import held_out_texts, write_tiny_config
 from trainer.distributed.env import RankInfo
 from trainer.lab import moments
-from trainer.lab.depth import bucket_start, depths
+from trainer.lab.depth import depths
 from trainer.metrics.catalog import is_known, lookup
 from trainer.metrics.noise_scale import t_quantile
 from trainer.tools import evaluation_sample
@@ -184,4 +184,3 @@ def test_depth_counts_from_the_last_reset():
     resets = torch.tensor([[False, False, True, False], [True, False, False, True]])
     assert depths(torch.tensor([12, 0]), 4, None).tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
     assert depths(torch.tensor([12, 0]), 4, resets).tolist() == [[12, 13, 0, 1], [0, 1, 2, 0]]
-    assert [bucket_start(index) for index in range(5)] == [0, 1, 2, 4, 8]
