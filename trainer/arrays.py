@@ -87,7 +87,7 @@ class KeyedUniforms:
 
 
 def as_list(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One alone, as a list of one."""
+    """States as a list; a single one as a list of one."""
     if isinstance(found, Mapping):
         return [found]
     return list(found)

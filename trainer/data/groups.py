@@ -1,7 +1,7 @@
 """Opening a stream: the documents of a split, and the groups of cells that they are cut into.
 
 A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a
-document, or a run of cells of one that is cut. Full rows without `align` end anywhere in a cell.
+document, or a run of cells of one that is cut. Rows without gaps end anywhere in a cell.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """Which documents of a stream are of a split, bool [num_documents]; see `held_out`."""
     if split == "train" and fraction == 0.0:  # hashing millions of documents takes seconds
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)

@@ -42,9 +42,9 @@ def fixed_part(pattern: str) -> Path:
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted, but for hidden ones and those in `IGNORED` directories
-    that its wildcards match. Links are followed as by `files_below`, without `**` all but those to
-    directories that they lie in."""
+    """The files that a glob matches, sorted, but for those that are hidden or in `IGNORED`
+    directories behind its first wildcard. Links are followed as by `files_below`, without `**` all
+    but those to directories that they lie in."""
     if os.path.isfile(pattern):  # its name may hold what else is a wildcard
         return [os.path.normpath(pattern)]
     fixed, real = fixed_part(pattern), cache(os.path.realpath)
@@ -149,7 +149,7 @@ def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> Not
 
 
 def modalities_of(root: Path) -> dict[str, Path]:
-    """The directories in a root by printable name."""
+    """The directories in a root, but for `IGNORED` ones, by printable name."""
     found = {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
     return {name: path for name, path in found.items() if not name.startswith(IGNORED)}
 
@@ -205,7 +205,8 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     """The streams below `root/<modality>/`, sorted by relative path.
 
     `modalities`: use only these; None: all. `format`: `auto` takes the files with a known
-    extension, a named format every file but those of `is_data`.
+    extension, any other all that `is_data` does not leave out. Raises UserError: there are none, or
+    one cannot be reached.
     """
     base = Path(root)
     try:

@@ -132,7 +132,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
 def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str]:
     """Bytes of UTF-8 text that each id stands for, int32 [vocab_size], 0 if it is special; and "".
 
-    Or None, and why the bytes are not known exactly: those of a text must add up to its length.
+    Or None, and why the bytes are not known exactly: those of a text, as the tokenizer normalizes
+    it, must add up to its length.
     """
     known = getattr(tokenizer, "token_bytes", None)
     return (None, "ids without a tokenizer stand for no text") if known is None else known()
