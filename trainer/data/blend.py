@@ -164,8 +164,6 @@ class BlendDataset:
                 self._stop_or_refuse()
             start = time.perf_counter()
             batch = self._read(chosen)
-            if batch is None:
-                self._choose()
         if self._time_names:
             seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
             stages = {"own_code": seconds}
@@ -190,6 +188,7 @@ class BlendDataset:
             batch: Batch = next(self._iterators[index])
         except StopIteration:
             self._ended[index] = True
+            self._choices = []
             return None
         if "dataset_labels" not in batch:
             rows: Any = batch.get("tokens", batch.get("targets"))
@@ -235,6 +234,7 @@ class BlendDataset:
         self._expected = np.cumsum(np.vstack([self._due, shares]), axis=0).tolist()
 
     def _stop_or_refuse(self) -> NoReturn:
+        """Stop if no source that has data will ever have a weight again; else refuse this batch."""
         index = self._batch_index
         alive = [each for each, ended in zip(self.sources, self._ended, strict=True) if not ended]
         weights = [source.weight for source in alive]

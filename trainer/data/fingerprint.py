@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer.arrays import stable_hash
-from trainer.data.documents import ReadOptions
+from trainer.data.documents import ReadOptions, damaged
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream
 from trainer.errors import UserError
@@ -77,8 +77,7 @@ def _mark(path: Path, blocks: int) -> str:
                     place = (size - BLOCK_BYTES) * block // (blocks - 1)
                     samples.update(os.pread(descriptor, BLOCK_BYTES, place))
     except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise UserError(str(path), problem, "check the path and its mode") from None
+        raise damaged(path, f"cannot be read: {error.strerror}", "check the path and its mode") from None
     return f"{size}:{samples.hexdigest()}"
 
 

@@ -139,7 +139,7 @@ def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) 
     return parts
 
 
-class Reader:
+class PartReader:
     """An open part of a stream: its groups in reading order, int64 [n], and how many were taken."""
 
     def __init__(self, source: OpenStream, order: Ints, epoch: int, taken: int = 0) -> None:
@@ -167,9 +167,9 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
     """Opens the streams of a source one after another into a pool, epoch by epoch.
 
     An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a
-    pure function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors,
-    and the pool's observations for its metrics. The namespace of `cut`, the source's name, is
-    unique in a blend; `in_memory` has, by relative path, streams that are no files. Raises
+    pure function of (name, seed, epoch, points, shard, number of shards, pick), so the state is
+    cursors, and the pool's observations for its metrics. The namespace of `cut`, the source's name,
+    is unique in a blend; `in_memory` has, by relative path, streams that are no files. Raises
     UserError for no streams, or one twice.
     """
 
@@ -200,7 +200,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         # Everything was handed out, without `repeat`; or this shard has no group at all.
         self.is_ended = False
         self.epoch = 0
-        self._most_begun = 0  # of its documents at most, also by earlier shards
+        self._most_begun = 0  # times that a document was begun at most, also by earlier shards
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
         self._most_open = mix.streams_open
         self._to_open = min(self._most_open, self.first_open)  # now
@@ -467,7 +467,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._begin(min(epochs), points)
 
 
-class ShardSource(StreamSource[Part | Few, Reader]):
+class ShardSource(StreamSource[Part | Few, PartReader]):
     """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
     first_open = DEFAULT_STREAMS
@@ -497,9 +497,9 @@ class ShardSource(StreamSource[Part | Few, Reader]):
                 self._dealers[num_shards] = FewDocuments(found, len(self.streams), num_shards)
         return self._dealers[num_shards]
 
-    def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> Reader:
+    def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> PartReader:
         source, left, in_order = self._unread(part.stream)
-        return Reader(source, in_order(part, left), self.epoch, *cursor)
+        return PartReader(source, in_order(part, left), self.epoch, *cursor)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)
