@@ -215,7 +215,7 @@ class BlendDataset:
         return [weight / (sum(weights) or 1.0) for weight in weights]
 
     def _choose(self) -> None:
-        """Compute the choices from the next batch to the end of its block, -1: no weight is left."""
+        """Compute the choices from the next batch to the end of its block; -1: no weight."""
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)

@@ -219,7 +219,7 @@ def _document_ends(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
 
 
 def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
-    """Without an end-of-document id the file is one document, and of a large one a sample is read."""
+    """Without an end-of-document id the file is one document, of which a sample is checked."""
     if not len(mapped):
         raise damaged(path, "has no tokens", "remove the file")
     # A plain ndarray: slicing the memmap subclass costs several times as much.

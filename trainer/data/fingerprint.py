@@ -77,7 +77,7 @@ def _mark(path: Path, blocks: int) -> str:
                     place = (size - BLOCK_BYTES) * block // (blocks - 1)
                     samples.update(os.pread(descriptor, BLOCK_BYTES, place))
     except OSError as error:
-        raise damaged(path, f"cannot be read: {error.strerror}", "check the path and its mode") from None
+        raise damaged(path, f"cannot be read: {error.strerror}", "check its path and mode") from None
     return f"{size}:{samples.hexdigest()}"
 
 

@@ -29,8 +29,8 @@ from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put next to data (`_SUCCESS`)
 # Stems of files that explain data, or belong to a tokenizer.
-ABOUT_DATA = {"readme", "license", "manifest", "tokenizer", "tokenizer_config", "special_tokens_map"}
-ABOUT_DATA |= {"vocab", "state", "dataset_info", "dataset_dict"}
+ABOUT_DATA = {"readme", "license", "manifest", "tokenizer", "tokenizer_config"}
+ABOUT_DATA |= {"special_tokens_map", "vocab", "state", "dataset_info", "dataset_dict"}
 logger = logging.getLogger("trainer.data")
 
 
@@ -266,7 +266,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             read, others = [text], []
         if not read:
             if os.path.isdir(text):
-                fix = f"write '{glob.escape(text)}/**/*' for its files, or name it alone (in a config: as root)"
+                fix = f"write '{glob.escape(text)}/**/*' for its files, or give it alone, as root"
                 raise UserError(str(given), "is a directory, not a file or a glob", fix)
             if not glob.has_magic(text) and not os.path.exists(text):
                 raise UserError(str(given), "no such file or directory", "check the path")
