@@ -103,7 +103,7 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise damaged(error.filename, f"cannot be read: {error.strerror}", "allow it, or remove it")
+    raise damaged(error.filename, f"cannot be read: {error.strerror}", "make it readable, or remove it")
 
 
 def is_data(path: PurePath, format: str) -> bool:

@@ -45,7 +45,7 @@ Cursor = list[Any]
 Point = list[Cursor]
 """Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew.
 Points are dropped at its end."""
-FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
+FEW = 8  # files and documents for each data shard; fewer are dealt anew in every epoch
 
 
 @part_options
@@ -481,7 +481,7 @@ class ShardSource(StreamSource[Part | Few, PartReader]):
 
     def _dealer_of(self, num_shards: int) -> FewDocuments | None:
         """What deals the documents one by one, if there are few for each of so many shards."""
-        if num_shards == 1 or len(self.streams) >= FEW * num_shards:
+        if num_shards == 1 or len(self.streams) >= FEW * num_shards:  # about as many documents
             return None
         if num_shards not in self._dealers:
             found: list[tuple[int, int, int]] = []
