@@ -7,11 +7,9 @@ document, or a run of cells of one that is cut. Rows without gaps end anywhere i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -151,9 +149,6 @@ class OpenStream:
         columns = groups, table.ids_of(groups, epoch), owners, first, sizes, begins
         lists = [column.tolist() for column in columns]
         return [*map(_new_handed, zip(repeat(epoch), repeat(self), *lists, strict=False))]
-
-
-NOTHING: Mapping[str, OpenStream] = MappingProxyType({})  # by relative path
 
 
 def file_bytes(stream: Stream) -> int:

@@ -1,4 +1,5 @@
-"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs)."""
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files, globs, and
+directories by `save_to_disk`)."""
 
 from __future__ import annotations
 
@@ -285,7 +286,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:
-    """Refuse `dtype`, `eod`, `text_split` and `column` where no stream's format takes them.
+    """Refuse options that no stream's format takes, such as `eod` for Parquet.
 
     `given`: option -> its value; None, and `file` as `text_split`, are not given. `source`: how
     messages name it; empty: they do not.

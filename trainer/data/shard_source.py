@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -25,15 +26,7 @@ from trainer.arrays import Flags, Ints, KeyedUniforms, as_list, keyed_generator
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
 from trainer.data.formats import is_import_path
-from trainer.data.groups import (
-    NOTHING,
-    CutOptions,
-    Handed,
-    OpenStream,
-    file_bytes,
-    nothing_left,
-    open_stream,
-)
+from trainer.data.groups import CutOptions, Handed, OpenStream, file_bytes, nothing_left, open_stream
 from trainer.data.layout import Stream
 from trainer.data.pool import ActivePool, ReaderT, pool_metric_keys
 from trainer.errors import UserError
@@ -187,7 +180,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         *,
         shard: int = 0,
         num_shards: int = 1,
-        in_memory: Mapping[str, OpenStream] = NOTHING,
+        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
         self.name, self.loss_mask = cut.namespace, read.loss_mask
