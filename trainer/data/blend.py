@@ -234,7 +234,7 @@ class BlendDataset:
         self._expected = np.cumsum(np.vstack([self._due, shares]), axis=0).tolist()
 
     def _stop_or_refuse(self) -> NoReturn:
-        """Stop if no source that has data will ever have a weight again; else refuse this batch."""
+        """Stop if sources have ended, and the others stay at weight zero; else refuse the batch."""
         index = self._batch_index
         alive = [each for each, ended in zip(self.sources, self._ended, strict=True) if not ended]
         weights = [source.weight for source in alive]

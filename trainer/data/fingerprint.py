@@ -55,6 +55,7 @@ class Fingerprint:
 
 
 def blocks_per_file(num_files: int) -> int:
+    """Blocks to hash of each of so many files."""
     return min(max(TOTAL_BLOCKS // max(num_files, 1), FEWEST_BLOCKS), MOST_BLOCKS)
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger("trainer.data")
 
 
 def fixed_part(pattern: str) -> Path:
-    """What a glob has before its first wildcard."""
+    """The part of a glob before the first name that has a wildcard."""
     return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(pattern).parts))
 
 

@@ -153,6 +153,7 @@ class PartReader:
         return self.remaining_picks / len(self._order)
 
     def ahead(self, num: int) -> list[Handed]:
+        """The next groups, `num` or all that are left; `taken` stays."""
         return self.source.hand(self._order[self.taken : self.taken + num], self._epoch)
 
 
@@ -204,7 +205,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
             "world_size": num_shards,
         }
         self._opening = "own_code" if is_import_path(read.format) else "open"
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of `_opening`
         self._cut, self._read, self._in_memory = cut, read, in_memory
         self._current: Stream | None = None  # being opened, or read from
         # Opens one of its streams, with its groups. UserError: the file is unreadable or damaged.
@@ -255,6 +256,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         return "" if self._current is None else printable(self._current.path)
 
     def drain_seconds(self) -> dict[str, float]:
+        """The seconds of opening streams since the last call, as the stage `open` or `own_code`."""
         found = dict(self._seconds)
         self._seconds.clear()
         return found
