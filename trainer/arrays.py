@@ -45,7 +45,7 @@ def splitmix64(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uin
     return z ^ (z >> np.uint64(31))
 
 
-BLOCK = 1024
+BLOCK = 1024  # uniform numbers of a key that are made together
 
 
 def _digest(parts: tuple[str | int, ...], size: int) -> int:
@@ -87,7 +87,7 @@ class KeyedUniforms:
 
 
 def as_list(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One alone, as a list of one."""
+    """States as a list; a single one as a list of one."""
     if isinstance(found, Mapping):
         return [found]
     return list(found)

@@ -41,29 +41,14 @@ _MERGES: Mapping[RankReduction, Callable[[Iterable[Any]], Any]] = {
 class UnreadSource:
     """A source of weight 0: nothing of it is opened, and its state is kept for a later weight."""
 
-    _state: Any = None
+    kept: Any = None
+    """Its state on this rank, or `{ALL_RANKS: [...]}` from a world of another size."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
     def state_dict(self) -> Any:
-        return self._state
-
-    def keep(self, parts: Sequence[Any]) -> None:
-        """Keep this rank's state; or those of all ranks, from a world of another size."""
-        self._state = parts[0]
-        if len(parts) > 1:
-            self._state = {ALL_RANKS: list(parts)}
-
-
-def parts_of(states: Sequence[Mapping[str, Any]], index: int) -> list[Any]:
-    """The states of a source in those of blends: one, or those of all ranks that saved them."""
-    parts = [state["sources"][index] for state in states]
-    if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
-        return list(parts[0][ALL_RANKS])
-    if isinstance(parts[0], Mapping) and parts[0].get("world_size") == 1 and "fingerprint" in parts[0]:
-        return parts[:1]
-    return parts
+        return self.kept
 
 
 @dataclass(frozen=True)
@@ -79,18 +64,19 @@ class BlendDataset:
     """An iterator of micro-batches, each from one source.
 
     The source of batch i is a pure function of (seed, names, i), the weights at i, and which
-    sources still have data; all ranks choose the same. A source with weight zero is never picked.
-    Exhausted sources are skipped; when all are exhausted (or stay at weight zero), iteration stops.
+    sources still have data: ranks choose the same until one ends earlier on some of them. A source
+    with weight zero is never picked. Exhausted sources are skipped; when all are exhausted (or stay
+    at weight zero), iteration stops.
 
     A source needs only `__iter__`; to be resumed, `state_dict` and `load_state_dict` (on another
     number of ranks: of the list of their states); for metrics, `drain_step_metrics` and
     `metric_keys`, all that it can return (those not in the catalog are gauges). If they fail, they
-    are absent from then on; `guards` makes what says so, by its name.
+    are unknown from then on; `guards` makes what says so, by its name. A blend in a blend has none.
 
-    `seed` is of the choices; `micro_batches` are those of a step. `per_source`: also report
-    `blend/share/<name>`, `blend/weight/<name>` and times by source; `times`: `time/<stage>/all`,
-    the time of reading since the last drain. Raises UserError without sources, for a name twice,
-    and at a batch at which all weights are zero.
+    `seed` is of the choices; `micro_batches` are those of a step. `per_source`: also report share,
+    weight and epochs of each source; `times`: the seconds of reading since the last drain, of all
+    sources or of each. Raises UserError without sources, for a name twice, and at a batch at which
+    all weights are zero.
     """
 
     def __init__(
@@ -178,14 +164,13 @@ class BlendDataset:
                 self._stop_or_refuse()
             start = time.perf_counter()
             batch = self._read(chosen)
-            if batch is None:
-                self._choose()
         if self._time_names:
             seconds, dataset = time.perf_counter() - start, self.sources[chosen].dataset
             stages = {"own_code": seconds}
             if isinstance(dataset, StreamSource):
                 stages = dataset.drain_seconds()
-                stages["read"] = seconds - sum(stages.values())
+                # `drain_step_metrics` may have opened files, too, before.
+                stages["read"] = max(seconds - sum(stages.values()), 0.0)
             for stage, part in stages.items():
                 self._seconds[f"time/{stage}/{self._time_names[chosen]}"] += part
         self._counts[chosen] += 1
@@ -203,6 +188,7 @@ class BlendDataset:
             batch: Batch = next(self._iterators[index])
         except StopIteration:
             self._ended[index] = True
+            self._choices = []
             return None
         if "dataset_labels" not in batch:
             rows: Any = batch.get("tokens", batch.get("targets"))
@@ -229,7 +215,7 @@ class BlendDataset:
         return [weight / (sum(weights) or 1.0) for weight in weights]
 
     def _choose(self) -> None:
-        """Compute the choices from the next batch to the end of its block, -1: no weight is left."""
+        """Compute the choices from the next batch to the end of its block; -1: no weight."""
         self._first = self._batch_index
         block, offset = divmod(self._first, BLOCK)
         batches = np.arange(self._first, (block + 1) * BLOCK, dtype=np.int64)
@@ -248,6 +234,7 @@ class BlendDataset:
         self._expected = np.cumsum(np.vstack([self._due, shares]), axis=0).tolist()
 
     def _stop_or_refuse(self) -> NoReturn:
+        """Stop if sources have ended, and the others stay at weight zero; else refuse the batch."""
         index = self._batch_index
         alive = [each for each, ended in zip(self.sources, self._ended, strict=True) if not ended]
         weights = [source.weight for source in alive]
@@ -369,24 +356,25 @@ class BlendDataset:
         for index, name in enumerate(self._names):
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
-                self._load_source(index, own["names"].index(name), states)
+                self._load_source(index, own["names"].index(name), states, own is state)
         self._begin()
         # All: the merged metrics cover every pool's last pick.
         self._undrained = set(range(len(self.sources)))
         self._unsaved = set(range(len(self.sources)))
 
-    def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]]) -> None:
-        dataset = self.sources[index].dataset
-        parts = parts_of(states, saved)
+    def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]], is_own: bool) -> None:
+        dataset, parts = self.sources[index].dataset, [state["sources"][saved] for state in states]
+        if isinstance(parts[0], Mapping) and ALL_RANKS in parts[0]:
+            parts, is_own = parts[0][ALL_RANKS], False
         # Without `repeat`, ranks may differ.
         self._counts[index] = fmean(state["counts"][saved] for state in states)
         self._due[index] = states[0]["expected"][saved]
         self._ended[index] = all(state["ended"][saved] for state in states)
         load = getattr(dataset, "load_state_dict", None)
         if isinstance(dataset, UnreadSource):
-            dataset.keep(parts)
+            dataset.kept = parts[0] if is_own else {ALL_RANKS: parts}
         elif parts[0] is not None and load is not None:
-            load(parts[0] if len(parts) == 1 else parts)
+            load(parts[0] if is_own else parts)
             self._ended[index] &= getattr(dataset, "is_ended", True)  # it may repeat now
         elif self._counts[index]:
             problem = "was read before the checkpoint, and cannot be resumed"
@@ -397,7 +385,7 @@ class BlendDataset:
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:
     """The names that a source may report, each once and not `taken`; None: it reports nothing."""
     keys = getattr(dataset, "metric_keys", None)
-    if keys is None or getattr(dataset, "drain_step_metrics", None) is None:
+    if keys is None or not hasattr(dataset, "drain_step_metrics") or isinstance(dataset, BlendDataset):
         return None
     found = [key for key in keys if is_name(key, guard.leave_out)]
     foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}

@@ -161,7 +161,7 @@ class ReadOptions(Options):
     format: str = "auto"
     """`auto` (by file extension), a key of `FORMATS`, or an import path."""
     column: str | None = None
-    """The documents' field in JSON lines or Parquet; None: `text` or `tokens`."""
+    """The documents' field in JSON lines, Parquet or Arrow; None: `text` or `tokens`."""
     text_eod: int | None = None
     """The id to end each document of text with; None: none."""
     loss_mask: Mask | None = None
@@ -219,7 +219,7 @@ def _document_ends(tokens: TokenArray, eod: int, bounds: IdBounds) -> Ints:
 
 
 def _table(path: Path, mapped: TokenArray, options: ReadOptions) -> TokenTable:
-    """Without an end-of-document id the file is one document, and of a large one a sample is read."""
+    """Without an end-of-document id the file is one document, of which a sample is checked."""
     if not len(mapped):
         raise damaged(path, "has no tokens", "remove the file")
     # A plain ndarray: slicing the memmap subclass costs several times as much.
@@ -305,7 +305,7 @@ def read_index(path: Path, bin_size: int) -> tuple[np.dtype[Any], Ints, Ints]:
 
 
 def load_megatron(path: Path, options: ReadOptions) -> TokenTable:
-    """The documents of an indexed `.bin`. Opening reads the index and a few stretches of ids."""
+    """The documents of an indexed `.bin`, of which a sample of ids is read (`check_sample`)."""
     index = path.with_suffix(".idx")
     if not index.is_file():
         raise damaged(index, f"is missing next to {path.name}", 'put it there, or set format = "bin"')

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer.arrays import stable_hash
-from trainer.data.documents import ReadOptions
+from trainer.data.documents import ReadOptions, damaged
 from trainer.data.groups import CutOptions
 from trainer.data.layout import Stream
 from trainer.errors import UserError
@@ -55,6 +55,7 @@ class Fingerprint:
 
 
 def blocks_per_file(num_files: int) -> int:
+    """Blocks to hash of each of so many files."""
     return min(max(TOTAL_BLOCKS // max(num_files, 1), FEWEST_BLOCKS), MOST_BLOCKS)
 
 
@@ -77,8 +78,7 @@ def _mark(path: Path, blocks: int) -> str:
                     place = (size - BLOCK_BYTES) * block // (blocks - 1)
                     samples.update(os.pread(descriptor, BLOCK_BYTES, place))
     except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise UserError(str(path), problem, "check the path and its mode") from None
+        raise damaged(path, f"cannot be read: {error.strerror}", "check its path and mode") from None
     return f"{size}:{samples.hexdigest()}"
 
 

@@ -101,7 +101,7 @@ INDEX_SUFFIXES = tuple(each.beside for each in FORMATS.values() if each.beside i
 
 
 def is_read_whole(path: Path | str, options: ReadOptions) -> bool:
-    """Whether opening a file reads all of it, not just an index."""
+    """Whether opening a file makes a copy of its tokens, rather than mapping them."""
     name = format_name(Path(path), options.format)
     if name == "text":
         return not records.is_mapped(options)
@@ -144,6 +144,7 @@ def files_of(path: Path, format: str) -> list[Path]:
 
 
 def load_documents(path: str | Path, options: ReadOptions) -> TokenTable:
+    """The documents of a file. Raises UserError: it has none, is damaged, or cannot be read."""
     path = Path(path)
     name = format_name(path, options.format)
     row = FORMATS.get(name)  # None: an import path

@@ -1,17 +1,15 @@
 """Opening a stream: the documents of a split, and the groups of cells that they are cut into.
 
 A cell k of a document covers its target tokens [k T, (k + 1) T), T = seq_len. A group is a
-document, or a run of cells of one that is cut. Full rows without `align` end anywhere in a cell.
+document, or a run of cells of one that is cut. Rows without gaps end anywhere in a cell.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,6 +39,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """Which documents of a stream are of a split, bool [num_documents]; see `held_out`."""
     if split == "train" and fraction == 0.0:  # hashing millions of documents takes seconds
         return np.ones(num_documents, dtype=np.bool_)
     held = held_out(relative_path, num_documents, fraction)
@@ -150,9 +149,6 @@ class OpenStream:
         columns = groups, table.ids_of(groups, epoch), owners, first, sizes, begins
         lists = [column.tolist() for column in columns]
         return [*map(_new_handed, zip(repeat(epoch), repeat(self), *lists, strict=False))]
-
-
-NOTHING: Mapping[str, OpenStream] = MappingProxyType({})  # by relative path
 
 
 def file_bytes(stream: Stream) -> int:

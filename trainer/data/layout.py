@@ -1,4 +1,5 @@
-"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files and globs)."""
+"""Finding streams on disk: NESTED (`root/<modality>/.../file`) and DIRECT (files, globs, and
+directories by `save_to_disk`)."""
 
 from __future__ import annotations
 
@@ -29,22 +30,20 @@ from trainer.wording import counted, few, printable
 
 IGNORED = (".", "_")  # hidden files, and what other programs put next to data (`_SUCCESS`)
 # Stems of files that explain data, or belong to a tokenizer.
-ABOUT_DATA = (
-    *("readme", "license", "manifest", "tokenizer", "tokenizer_config", "special_tokens_map", "vocab"),
-    *("state", "dataset_info", "dataset_dict"),
-)
+ABOUT_DATA = {"readme", "license", "manifest", "tokenizer", "tokenizer_config"}
+ABOUT_DATA |= {"special_tokens_map", "vocab", "state", "dataset_info", "dataset_dict"}
 logger = logging.getLogger("trainer.data")
 
 
 def fixed_part(pattern: str) -> Path:
-    """What a glob has before its first wildcard."""
+    """The part of a glob before the first name that has a wildcard."""
     return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(pattern).parts))
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a glob matches, sorted, but for hidden ones and those in `IGNORED` directories
-    that its wildcards match. Links are followed as by `files_below`, without `**` all but those to
-    directories that they lie in."""
+    """The files that a glob matches, sorted, but for those that are hidden or in `IGNORED`
+    directories behind its first wildcard. Links are followed as by `files_below`, without `**` all
+    but those to directories that they lie in."""
     if os.path.isfile(pattern):  # its name may hold what else is a wildcard
         return [os.path.normpath(pattern)]
     fixed, real = fixed_part(pattern), cache(os.path.realpath)
@@ -105,7 +104,7 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise damaged(error.filename, f"cannot be read: {error.strerror}", "allow it, or remove it")
+    raise damaged(error.filename, f"cannot be read: {error.strerror}", "make it readable, or remove it")
 
 
 def is_data(path: PurePath, format: str) -> bool:
@@ -149,7 +148,7 @@ def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> Not
 
 
 def modalities_of(root: Path) -> dict[str, Path]:
-    """The directories in a root by printable name."""
+    """The directories in a root, but for `IGNORED` ones, by printable name."""
     found = {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
     return {name: path for name, path in found.items() if not name.startswith(IGNORED)}
 
@@ -205,7 +204,8 @@ def discover_nested(root: str | Path, modalities: Sequence[str] | None = None, *
     """The streams below `root/<modality>/`, sorted by relative path.
 
     `modalities`: use only these; None: all. `format`: `auto` takes the files with a known
-    extension, a named format every file but those of `is_data`.
+    extension, any other all that `is_data` does not leave out. Raises UserError: there are none, or
+    one cannot be reached.
     """
     base = Path(root)
     try:
@@ -267,10 +267,8 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
             read, others = [text], []
         if not read:
             if os.path.isdir(text):
-                fix = (
-                    f"write '{glob.escape(text)}/**/*' for the files below it, or name it alone (in a config: as root)"
-                )
-                raise UserError(str(given), "is a directory; only files and globs can be listed", fix)
+                fix = f"write '{glob.escape(text)}/**/*' for its files, or give it alone, as root"
+                raise UserError(str(given), "is a directory, not a file or a glob", fix)
             if not glob.has_magic(text) and not os.path.exists(text):
                 raise UserError(str(given), "no such file or directory", "check the path")
             raise _nothing_found(given, others)
@@ -288,7 +286,7 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
 
 def refuse_unheeded(streams: Sequence[Stream], format: str, given: Mapping[str, object], *, source: str = "") -> None:
-    """Refuse `dtype`, `eod`, `text_split` and `column` where no stream's format takes them.
+    """Refuse options that no stream's format takes, such as `eod` for Parquet.
 
     `given`: option -> its value; None, and `file` as `text_split`, are not given. `source`: how
     messages name it; empty: they do not.

@@ -296,9 +296,9 @@ def _parts(batches: Any, name: str) -> Iterator[Any]:
 
 
 def files_of_data_sets(paths: Sequence[str]) -> list[str]:
-    """Those of Arrow files that the lists in their directories name; others there are caches.
+    """Arrow files without those that a list in their directory does not name: they are caches.
 
-    Raises UserError: one is missing, or they are of several splits of a data set.
+    Raises UserError: a list is damaged or names what is not there, or they are of several splits.
     """
     found = {*paths}
     folders = sorted({Path(path).parent for path in paths})

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -25,15 +26,7 @@ from trainer.arrays import Flags, Ints, KeyedUniforms, as_list, keyed_generator
 from trainer.data.documents import ReadOptions
 from trainer.data.fingerprint import check_states, fingerprint
 from trainer.data.formats import is_import_path
-from trainer.data.groups import (
-    NOTHING,
-    CutOptions,
-    Handed,
-    OpenStream,
-    file_bytes,
-    nothing_left,
-    open_stream,
-)
+from trainer.data.groups import CutOptions, Handed, OpenStream, file_bytes, nothing_left, open_stream
 from trainer.data.layout import Stream
 from trainer.data.pool import ActivePool, ReaderT, pool_metric_keys
 from trainer.errors import UserError
@@ -45,7 +38,7 @@ Cursor = list[Any]
 Point = list[Cursor]
 """Of all shards, when their number changed in the middle of an epoch: the rest is dealt anew.
 Points are dropped at its end."""
-FEW = 8  # documents for each data shard; fewer are dealt anew in every epoch
+FEW = 8  # files and documents for each data shard; fewer are dealt anew in every epoch
 
 
 @part_options
@@ -139,7 +132,7 @@ def deal_parts(sizes: tuple[int, ...], order: tuple[int, ...], num_shards: int) 
     return parts
 
 
-class Reader:
+class PartReader:
     """An open part of a stream: its groups in reading order, int64 [n], and how many were taken."""
 
     def __init__(self, source: OpenStream, order: Ints, epoch: int, taken: int = 0) -> None:
@@ -160,6 +153,7 @@ class Reader:
         return self.remaining_picks / len(self._order)
 
     def ahead(self, num: int) -> list[Handed]:
+        """The next groups, `num` or all that are left; `taken` stays."""
         return self.source.hand(self._order[self.taken : self.taken + num], self._epoch)
 
 
@@ -167,9 +161,9 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
     """Opens the streams of a source one after another into a pool, epoch by epoch.
 
     An exhausted reader is replaced by the next of the epoch's shuffled queue. Every choice is a
-    pure function of (name, seed, epoch, shard, number of shards, pick), so the state is cursors,
-    and the pool's observations for its metrics. The namespace of `cut`, the source's name, is
-    unique in a blend; `in_memory` has, by relative path, streams that are no files. Raises
+    pure function of (name, seed, epoch, points, shard, number of shards, pick), so the state is
+    cursors, and the pool's observations for its metrics. The namespace of `cut`, the source's name,
+    is unique in a blend; `in_memory` has, by relative path, streams that are no files. Raises
     UserError for no streams, or one twice.
     """
 
@@ -187,7 +181,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         *,
         shard: int = 0,
         num_shards: int = 1,
-        in_memory: Mapping[str, OpenStream] = NOTHING,
+        in_memory: Mapping[str, OpenStream] = MappingProxyType({}),
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
         self.name, self.loss_mask = cut.namespace, read.loss_mask
@@ -200,7 +194,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         # Everything was handed out, without `repeat`; or this shard has no group at all.
         self.is_ended = False
         self.epoch = 0
-        self._most_begun = 0  # of its documents at most, also by earlier shards
+        self._most_begun = 0  # times that a document was begun at most, also by earlier shards
         self._mix, self._shard, self._num_shards = mix, shard, num_shards
         self._most_open = mix.streams_open
         self._to_open = min(self._most_open, self.first_open)  # now
@@ -211,7 +205,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
             "world_size": num_shards,
         }
         self._opening = "own_code" if is_import_path(read.format) else "open"
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # of each of the `STAGES`
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of `_opening`
         self._cut, self._read, self._in_memory = cut, read, in_memory
         self._current: Stream | None = None  # being opened, or read from
         # Opens one of its streams, with its groups. UserError: the file is unreadable or damaged.
@@ -262,6 +256,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         return "" if self._current is None else printable(self._current.path)
 
     def drain_seconds(self) -> dict[str, float]:
+        """The seconds of opening streams since the last call, as the stage `open` or `own_code`."""
         found = dict(self._seconds)
         self._seconds.clear()
         return found
@@ -467,7 +462,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self._begin(min(epochs), points)
 
 
-class ShardSource(StreamSource[Part | Few, Reader]):
+class ShardSource(StreamSource[Part | Few, PartReader]):
     """Hands out the groups that a data shard reads, shuffled anew in every epoch, for full rows."""
 
     first_open = DEFAULT_STREAMS
@@ -481,7 +476,7 @@ class ShardSource(StreamSource[Part | Few, Reader]):
 
     def _dealer_of(self, num_shards: int) -> FewDocuments | None:
         """What deals the documents one by one, if there are few for each of so many shards."""
-        if num_shards == 1 or len(self.streams) >= FEW * num_shards:
+        if num_shards == 1 or len(self.streams) >= FEW * num_shards:  # about as many documents
             return None
         if num_shards not in self._dealers:
             found: list[tuple[int, int, int]] = []
@@ -497,9 +492,9 @@ class ShardSource(StreamSource[Part | Few, Reader]):
                 self._dealers[num_shards] = FewDocuments(found, len(self.streams), num_shards)
         return self._dealers[num_shards]
 
-    def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> Reader:
+    def _reader(self, part: Part | Few, cursor: Sequence[int] = (0,)) -> PartReader:
         source, left, in_order = self._unread(part.stream)
-        return Reader(source, in_order(part, left), self.epoch, *cursor)
+        return PartReader(source, in_order(part, left), self.epoch, *cursor)
 
     def _cells_read(self, cells: Ints, cursor: Sequence[int]) -> Ints:
         return np.where(np.arange(len(cells)) < cursor[0], cells, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -42,19 +43,14 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
     return [tokenizer.encode(text) for text in texts] if together is None else together(texts)
 
 
-def _byte_type(byte: int) -> str:
-    character = chr(byte)
-    if byte >= 128:
-        return "other"
-    if character.isalpha():
-        return "letter"
-    if character.isdigit():
-        return "digit"
-    if character in "\n\r":
-        return "newline"
-    if character in " \t":
-        return "space"
-    return "punctuation" if character.isprintable() else "other"
+# All bytes that are not of these are "other".
+BYTES_OF_TYPE = {
+    "letter": string.ascii_letters,
+    "digit": string.digits,
+    "space": " \t",
+    "newline": "\n\r",
+    "punctuation": string.punctuation,
+}
 
 
 class BytesTokenizer(Tokenizer):
@@ -63,12 +59,12 @@ class BytesTokenizer(Tokenizer):
     name = "bytes"
     vocab_size = 257
     bos_id = 256
-    token_type_names = ("letter", "digit", "space", "newline", "punctuation", "other")
+    token_type_names = (*BYTES_OF_TYPE, "other")
 
     def __init__(self) -> None:
-        kinds = [*map(_byte_type, range(256)), "other"]
-        types = [self.token_type_names.index(kind) for kind in kinds]
-        self.token_type_table = np.array(types, dtype=np.int8)
+        self.token_type_table = np.full(self.vocab_size, len(BYTES_OF_TYPE), np.int8)
+        for number, characters in enumerate(BYTES_OF_TYPE.values()):
+            self.token_type_table[[*characters.encode()]] = number
 
     def encode(self, text: str) -> Ints:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
@@ -132,7 +128,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, key: str) -> list[int]:
 def token_bytes(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32] | None, str]:
     """Bytes of UTF-8 text that each id stands for, int32 [vocab_size], 0 if it is special; and "".
 
-    Or None, and why the bytes are not known exactly: those of a text must add up to its length.
+    Or None, and why the bytes are not known exactly: those of a text, as the tokenizer normalizes
+    it, must add up to its length.
     """
     known = getattr(tokenizer, "token_bytes", None)
     return (None, "ids without a tokenizer stand for no text") if known is None else known()

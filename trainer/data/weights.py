@@ -60,7 +60,7 @@ class ScheduledWeight(Options):
 
 
 class ConstantWeight(ScheduledWeight):
-    """The same weight at every batch. Raises UserError unless finite and not negative."""
+    """The same weight at every batch. Raises UserError unless it is a `Value`."""
 
     def __init__(self, value: float) -> None:
         super().__init__("step", {0: value})

@@ -25,6 +25,7 @@ from trainer.data.loader import MicroBatch, accepted_inputs, take_apart
 from trainer.data.records import BATCH_ROWS, pyarrow_for
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.import_path import with_own
 from trainer.lab.loss_mask import CountingCollator, refuse_missing
 from trainer.lab.nested_state import some_rows
 from trainer.model.protocol import ModelOutput, extras_of
@@ -203,8 +204,9 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         own = next((each for each in read if each.target), None)
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None
-        given = {"rank": 0, "world_size": 1, "seed": config.run.seed, "seq_len": config.data.seq_len, **own.args}
         where = f"{'eval ' * (own in evaluated)}source {own.name}: "
+        of_rank = with_own({"rank": 0, "world_size": 1}, own.args, f"{where}args")
+        given = {"seed": config.run.seed, "seq_len": config.data.seq_len, **of_rank}
         batch = _read(str(own.target), json.dumps(given), f"{where}target", vocab_size)
     return take_apart(batch, accepted, where).to(next(model.parameters(), torch.empty(0)).device)
 

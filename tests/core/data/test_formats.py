@@ -112,10 +112,8 @@ def compressed(suffix, *parts):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_compressed_lines_are_read_across_members_and_frames(tmp_path, monkeypatch, suffix):
-    path, lines = (
-        tmp_path / "m" / f"a.jsonl{suffix}",
-        [b'{"text": "n\u00e9"}\n', b'{"text": "two"}\r\n{"tok', b'ens": [7]}'],
-    )
+    path = tmp_path / "m" / f"a.jsonl{suffix}"
+    lines = [b'{"text": "n\u00e9"}\n', b'{"text": "two"}\r\n{"tok', b'ens": [7]}']
     path.parent.mkdir()
     path.write_bytes(compressed(suffix, b"", *lines))
     assert tokens(path) == [list("né".encode()), list(b"two"), [7]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
 
 import pytest
 
@@ -15,8 +14,7 @@ PREFIX = "stream_mixing/active/"
 
 
 def meta(batch):
-    parsed: dict[str, Any] = json.loads(str(batch["instability_meta_json"]))
-    return parsed
+    return json.loads(str(batch["instability_meta_json"]))
 
 
 def test_without_data_left_no_reader_is_active(write_streams, mixing):

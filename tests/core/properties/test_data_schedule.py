@@ -58,14 +58,6 @@ def test_zero_from_is_the_first_batch_after_which_the_weight_is_always_zero(spec
     assert spec.zero_from() == expected
 
 
-class Endless:
-    """A source of empty batches."""
-
-    def __iter__(self):
-        while True:
-            yield {"tokens": (0,)}
-
-
 SCHEDULES: dict[str, dict[str, ScheduledWeight]] = {
     "constant": {"a": ConstantWeight(8), "b": ConstantWeight(1), "c": ConstantWeight(0), "d": ConstantWeight(3)},
     "linear": {
@@ -85,7 +77,8 @@ SCHEDULES: dict[str, dict[str, ScheduledWeight]] = {
 def test_shares_of_20000_picks_follow_the_weights_all_along(kind):
     """Chi-square over 20 windows of 1,000 picks; within a window the expected counts are sums of the shares."""
     weights = SCHEDULES[kind]
-    blend = BlendDataset([BlendSource(name, Endless(), weight) for name, weight in weights.items()], seed=0)
+    batches = itertools.repeat({"tokens": (0,)})
+    blend = BlendDataset([BlendSource(name, batches, weight) for name, weight in weights.items()], seed=0)
     order = [next(blend)["dataset_labels"][0] for _ in range(20_000)]
     table = np.array([[spec.evaluate(i) for spec in weights.values()] for i in range(20_000)])
     shares = table / table.sum(axis=1, keepdims=True)

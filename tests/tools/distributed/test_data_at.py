@@ -119,5 +119,7 @@ def test_a_resumed_run_is_read_with_the_settings_of_each_launch(config, tmp_path
         found = data_at(verb, tmp_path / "run", step)
         assert found["from_step"] == origin
         assert documents_of(found["rows"]) == has_read(tmp_path / "run", step) != []
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008")
+    assert "other settings since step 8" in verb("data", "at", tmp_path / "run", 9, "--trust-code").mistake
     shutil.rmtree(tmp_path / "trunk")
     assert "step_00000004" in verb("data", "at", tmp_path / "run", 5, "--trust-code").mistake
