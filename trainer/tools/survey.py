@@ -57,7 +57,7 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
 
 def guess(streams: Sequence[Stream], options: ReadOptions) -> tuple[Kind, list[str]]:
     """Whether the files hold text or token ids, by the format and first record of each; and their
-    formats. Raises UserError: both are mixed, a file has no dtype, or it cannot be read."""
+    formats. Raises UserError: both are mixed, or a file has no dtype or no documents."""
     examples: dict[Kind, str] = {}
     formats = set()
     for stream in streams:
