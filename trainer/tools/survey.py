@@ -26,6 +26,7 @@ from trainer.data.layout import (
     Stream,
     discover_direct,
     discover_nested,
+    fixed_part,
     is_data,
     refuse_empty_files,
     refuse_unheeded,
@@ -178,8 +179,8 @@ def starter(
     """A config for the data at `paths`, and what the user should check in it; the other arguments
     are the verb's options. Raises UserError: there is nothing to train on."""
     paths = [str(Path(path).expanduser()) for path in paths]
-    if re.search("[\udc80-\udcff]", "".join(paths)):  # a byte that is not UTF-8
-        raise damaged(paths[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
+    if odd := [path for path in paths if re.search("[\udc80-\udcff]", path)]:  # a byte that is not UTF-8
+        raise damaged(odd[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
     streams, where = discover(paths, format=format)
     refuse_empty(streams)
     given = {"dtype": dtype, "eod": eod, "column": column}
@@ -257,5 +258,5 @@ def sample_streams(streams: Sequence[Stream]) -> tuple[list[Stream], float]:
 
 
 def _run_name(path: str) -> str:
-    """A run's name from the last part of the data's path."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("*/")).resolve().stem).strip("-_")[:40] or "run"
+    """A run's name from the last part of the data's path that is no glob."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", fixed_part(path).resolve().stem).strip("-_")[:40] or "run"
