@@ -94,17 +94,20 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
 
 
 def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:
-    """Files that are read under several names: which documents are held out depends on the name."""
-    names: dict[tuple[int, int], dict[str, str]] = {}
+    """Files that are read in several ways: which documents are held out depends on the name of the
+    stream and on their numbers in it."""
+    ways: dict[tuple[int, int], dict[tuple[Any, ...], str]] = {}
     for source in sources:
         for stream in source.streams:
-            names.setdefault(_identity(stream.path), {}).setdefault(stream.relative_path, source.name)
-    twice = [found for found in names.values() if len(found) > 1]
+            name = format_name(Path(stream.path), source.table.format)
+            cuts = [getattr(source.table, key) for key in ("text_split", "eod") if takes_option(name, key)]
+            ways.setdefault(_identity(stream.path), {}).setdefault((stream.relative_path, *cuts), source.name)
+    twice = [found for found in ways.values() if len(found) > 1]
     if twice:
         named = list(twice[0].items())[:2]
-        first = " and ".join(f"{printable(name)} (source {source})" for name, source in named)
-        files = f"{counted(len(twice), 'file')} under several names, such as {first}"
-        fix = "read a file once, or in each source below the same root"
+        first = " and ".join(f"{printable(name)} (source {source})" for (name, *_), source in named)
+        files = f"{counted(len(twice), 'file')} in several ways, such as {first}"
+        fix = "read a file once, or in each source with the same root, text_split and eod"
         yield "eval.holdout_fraction", f"{files}: each trains on what the other holds out", fix
 
 
