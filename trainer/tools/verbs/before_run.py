@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
@@ -99,6 +100,7 @@ def _source(source: Source) -> dict[str, Any]:
 def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[str, dict[str, Any]]:
     """The sources: shares at the beginning, and steps of an epoch in full or padded rows."""
     from trainer.config.rules import largest_batch, mixing_of, reads_lanes
+    from trainer.data.groups import file_bytes
     from trainer.data.weights import positions
 
     of_unit = {unit: positions(unit, 0, plan.config.micro_batches) for unit in ("batch", "step")}
@@ -115,8 +117,11 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
             total = own["positions"] or own["tokens"]
             if share and total:
                 per_micro = float(plan.facts.tokens_per_micro)
-                if not reads_lanes(plan.config):  # shares are of micro-batches
-                    per_micro *= largest_batch(mixing_of(plan.config, source.table)) / most
+                if not reads_lanes(plan.config):  # shares are of micro-batches, each of one modality
+                    mixing = mixing_of(plan.config, source.table)
+                    sizes = mixing.batch_size_by_modality
+                    rows = [sizes.get(each.modality, mixing.batch_size) for each in source.streams]
+                    per_micro *= harmonic_mean(rows, [*map(file_bytes, source.streams)]) / most
                 batches, micros = total / (share * per_micro), plan.config.micro_batches
                 last = micros.step_of(int(batches))
                 own["steps_per_epoch"] = last - 1 + (batches - micros.batches_before(last)) / micros.at(last)
