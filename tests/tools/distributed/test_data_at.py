@@ -97,7 +97,9 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
 @pytest.mark.parametrize("said", ['{"rows": [["a"]], "cell_indices": [1]}', "batch 3"])
 def test_rows_of_a_data_set_of_the_users_own_have_its_name_whatever_it_says(said):
     batch = {"targets": np.array([[1, 2], [3, -100]]), "dataset_labels": ["one"], "instability_meta_json": said}
-    blend = BlendDataset([BlendSource("own", OwnBatches([batch], vocab_size=9, key="own"), ConstantWeight(1.0))], seed=0)
+    blend = BlendDataset(
+        [BlendSource("own", OwnBatches([batch], vocab_size=9, key="own"), ConstantWeight(1.0))], seed=0
+    )
     config, table = SimpleNamespace(micro_batches=MicroBatches.constant(1)), SimpleNamespace(target="my:data")
     plan: Any = SimpleNamespace(config=config, sources=[SimpleNamespace(name="own", table=table)])
     own = {"shard": 0, "micro_batch": 0, "source": "own", "stream": None, "documents": None, "cell": None}
