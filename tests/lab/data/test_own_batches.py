@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.in_process import plan_of
+from tests.support.runs import write_tiny_config
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader, take_apart
 from trainer.data.weights import ConstantWeight
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.lab.own_batches import OwnBatches
+from trainer.tools.read_step import Origin, read_step
+from trainer.training.build import make_blend
+from trainer.training.evaluator import eval_sets
 
 
 class OneBuffer:
@@ -143,6 +149,22 @@ def test_what_a_model_takes_arrives_as_tensors_and_what_it_needs_must_be_there()
             list(OwnBatches([numbers, wrong], model=OfFeatures(), **how))
     with pytest.raises(UserError, match=r"has targets \[6\]"):
         next(iter(OwnBatches([{**numbers, "targets": np.ones(6)}], **how)))
+
+
+def odd(**_):
+    return [good(dataset_labels=["one"], instability_meta_json='{"rows": [["a"]], "cell_indices": [1]}')]
+
+
+def test_whatever_a_data_set_says_its_rows_have_its_name_and_a_model_that_it_does_not_fit_is_refused(tmp_path):
+    own = f"target='{__name__}:odd'"
+    sources = f"data.source=[{{name='s', {own}}}]", f"eval={{every=9, source=[{{name='v', {own}}}]}}"
+    plan = plan_of(write_tiny_config(tmp_path), *sources)
+    rows = read_step(Origin(plan, 0, [make_blend(plan, RankInfo())]), 1, with_text=True)
+    place = {"shard": 0, "micro_batch": 0, "tokens": 3}
+    names = {"source": "s", "stream": None, "documents": None, "cell": None}
+    assert rows == [{**place, "row": number, **names} for number in (0, 1)]
+    with pytest.raises(UserError, match=r"eval source v: .*:odd: cannot call the model with state, tokens"):
+        eval_sets(plan, RankInfo(), torch.device("cpu"), OfFeatures())
 
 
 def batch(**more):

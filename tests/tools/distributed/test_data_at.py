@@ -6,19 +6,12 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.core.distributed.test_data_shards import EXTRA as EVERY_FOURTH
 from tests.support.runs import FULL_ROWS, train, write_tiny_config
-from trainer.data.blend import BlendDataset, BlendSource
-from trainer.data.weights import ConstantWeight
-from trainer.lab.own_batches import OwnBatches
-from trainer.options import MicroBatches
-from trainer.tools.read_step import Origin, read_step
 from trainer.training.extension import Extension
 
 pytestmark = pytest.mark.distributed
@@ -92,19 +85,6 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
     beyond = verb("data", "at", tmp_path / "run", 99, "--trust-code").stderr
     assert ("trained 8 steps on record" in beyond) == (case == "from the start")
     assert f"document {with_text[0]['documents'][0]['document']}: " in shown
-
-
-@pytest.mark.parametrize("said", ['{"rows": [["a"]], "cell_indices": [1]}', "batch 3"])
-def test_rows_of_a_data_set_of_the_users_own_have_its_name_whatever_it_says(said):
-    batch = {"targets": np.array([[1, 2], [3, -100]]), "dataset_labels": ["one"], "instability_meta_json": said}
-    blend = BlendDataset(
-        [BlendSource("own", OwnBatches([batch], vocab_size=9, key="own"), ConstantWeight(1.0))], seed=0
-    )
-    config, table = SimpleNamespace(micro_batches=MicroBatches.constant(1)), SimpleNamespace(target="my:data")
-    plan: Any = SimpleNamespace(config=config, sources=[SimpleNamespace(name="own", table=table)])
-    own = {"shard": 0, "micro_batch": 0, "source": "own", "stream": None, "documents": None, "cell": None}
-    found = read_step(Origin(plan, 0, [blend]), 1, with_text=True)
-    assert found == [{"row": 0, "tokens": 2, **own}, {"row": 1, "tokens": 1, **own}]
 
 
 def test_what_cannot_be_read_is_refused(tmp_path, verb):
