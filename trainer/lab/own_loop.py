@@ -29,11 +29,8 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
     code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
-    since it shows itself no more. A UserError if another process writes its run there.
-
-    Args:
-        directory: of the run; it is made.
-        rank: other ranks than 0 do nothing.
+    since it shows itself no more. The run's `directory` is made; ranks other than 0 do nothing.
+    Raises UserError: another process writes its run there.
     """
     if rank != 0:
         yield

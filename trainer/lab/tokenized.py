@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # what starts each of the processes imports little
 
 logger = get_logger(__name__)
 LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it is read
-UNBOUNDED = 1 << 40  # larger than any vocabulary
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
 
@@ -129,6 +128,8 @@ def _tokenize_file(path: str, target: Path) -> None:
             file.write(piece.astype(dtype).tobytes())
     if not lengths:
         raise damaged(path, "has no documents", "remove the file")
+    if (longest := max(lengths)) >= 1 << 31:
+        raise damaged(path, f"a document of {longest:,} tokens is too long", "cut the document")
     write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
 
 
@@ -173,8 +174,8 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 def tokenize_source(
     plan: Plan, source: Source, info: RankInfo, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
-    """The file with the tokens of each text file, made unless it is there; none if there is little
-    text. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
+    """The file with the tokens of each file that `is_copied`, made unless it is there; none if these
+    are small. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
     data, table = plan.config.data, source.table
     mask = table.loss_mask and LossMask(table.loss_mask)
     options = ReadOptions.of(table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask)
@@ -218,8 +219,9 @@ def tokenize_source(
                 look()
                 time.sleep(POLL_SEC)
     except OSError as error:
-        fix = f"name another data.cache_dir; if it is full, delete what no run reads in {cache}"
-        raise UserError(str(error.filename or cache), f"cannot be used: {error.strerror}", fix) from None
+        if not is_made():  # else another user has made it, who alone may write there
+            fix = f"name another data.cache_dir; if it is full, delete what no run reads in {cache}"
+            raise UserError(str(error.filename or cache), f"cannot be used: {error.strerror}", fix) from None
     # A file of empty documents has no tokens to map: it is read itself.
     return {path: str(place / name) for path, name in names.items() if os.path.getsize(place / name)}
 
@@ -251,11 +253,8 @@ def _key(streams: Sequence[Stream], options: ReadOptions, data: DataTable) -> st
 
 
 def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
-    """Write the index of a `.bin` of documents of these lengths, one sequence each."""
+    """Write the index of a `.bin` of documents of these lengths below 2^31, one sequence each."""
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
-    longest = int(lengths.max(initial=0))
-    if longest >= 1 << 31:
-        raise damaged(path, f"a document of {longest:,} tokens is too long", "cut the document")
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
     documents = np.arange(len(lengths) + 1, dtype="<i8")

@@ -55,18 +55,12 @@ Candidate = tuple[str, Path | str]
 
 @dataclass(frozen=True)
 class Document:
-    """A candidate that is text: size and digest of it as UTF-8."""
+    """A candidate that is text."""
 
     source: str
     place: Path | str
-    num_bytes: int
-    digest: str
-
-    @classmethod
-    def of(cls, source: str, place: Path | str, text: str) -> Document:
-        """The document that a candidate with this text is."""
-        content = text.encode("utf-8")
-        return cls(source, place, len(content), hashlib.sha256(content).hexdigest())
+    num_bytes: int  # of the text as UTF-8
+    digest: str = ""  # of the same, by which copies are found
 
 
 Streams = dict[str, list[Document]]
@@ -104,7 +98,8 @@ def _checked(source: str, place: Path | str, max_bytes: int, forbidden: Sequence
         return "empty"
     if any(word in text for word in forbidden):
         return "holds an absolute path of this machine"
-    return Document.of(source, place, text)
+    content = text.encode("utf-8")  # without a byte order mark
+    return Document(source, place, len(content), hashlib.sha256(content).hexdigest())
 
 
 def check_all(
@@ -380,5 +375,5 @@ def build_key_recall(
         for index, (first, second) in enumerate(draw.integers(NUM_SYMBOLS, size=size).tolist()):
             text = f"<{REVEALED[first]}{REVEALED[second]}>{end}"
             text += f"a{ANSWERS[first]}b{ANSWERS[second]}{end}" * (cells - 1)
-            documents[name].append(Document.of(f"{name}/{index}", text, text))
+            documents[name].append(Document(f"{name}/{index}", text, len(text)))
     return write_corpus(out, {"recall": documents}, {}, force=force)

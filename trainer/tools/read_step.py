@@ -130,17 +130,15 @@ def read_step(origin: Origin, step: int, *, with_text: bool) -> list[dict[str, A
 def _rows_of(batch: Mapping[str, Any], own: str | None) -> Iterator[dict[str, Any]]:
     """Targets, source, stream, documents and cell of each row; the last three are None if `own`, a
     data set of the user's own of this name, made the batch."""
-    meta: Any = {} if own else parse_json(str(batch["instability_meta_json"]))
     counts = weights_of(np.asarray(batch["targets"])).sum(1).tolist()
-    for number, tokens in enumerate(counts):
-        row: dict[str, Any] = {"row": number, "tokens": tokens}
-        if own:
-            yield {**row, "source": own, "stream": None, "documents": None, "cell": None}
-            continue
-        documents = meta["rows"][number]
-        first = (documents or [{"source": None, "stream": meta.get("stream")}])[0]
-        row |= {"source": first["source"], "stream": first["stream"], "documents": documents}
-        yield row | {"cell": meta["cell_indices"][number]}
+    unknown = [None] * len(counts)
+    meta: Any = {"source": own, "rows": unknown, "cell_indices": unknown}
+    if own is None:
+        meta = parse_json(str(batch["instability_meta_json"]))
+    for number, (tokens, documents) in enumerate(zip(counts, meta["rows"], strict=True)):
+        first = (documents or [meta])[0]  # a batch of one stream names it where a row is masked, too
+        place = {"source": first.get("source"), "stream": first.get("stream"), "documents": documents}
+        yield {"row": number, "tokens": tokens, **place, "cell": meta["cell_indices"][number]}
 
 
 def _add_text(origin: Origin, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -33,10 +33,11 @@ from trainer.data.layout import (
 )
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
-from trainer.lab.tokenized import UNBOUNDED
 from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.corpora import MAX_FILE_BYTES, why_not_text
 from trainer.wording import counted, few
+
+UNBOUNDED = 1 << 40  # ids: more than any vocabulary has
 
 
 def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
