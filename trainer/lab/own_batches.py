@@ -142,7 +142,7 @@ class OwnBatches:
                 array = np.asarray(values)
                 if array.ndim and array.dtype.kind in "biuf":
                     wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(array.dtype.kind, np.bool_)
-                    values = torch.from_numpy(array.astype(wide, order="C"))  # of any order of bytes
+                    values = torch.from_numpy(array.astype(wide, order="C"))  # of any byte order
         if key in HOST_KEYS or not isinstance(values, Tensor):
             return copy.deepcopy(values)
         dtype = torch.get_default_dtype() if values.is_floating_point() else torch.long
@@ -242,7 +242,7 @@ def own_set(
     read = "all batches" if num_batches == ALL else f"at most {counted(num_batches, 'batch')} per rank"
     objective, part = plan.config.objective, need(plan.parts.evaluations, "eval.source")
     weight = objective.token_ce if "token_ce" in objective.components else 1.0
-    losses = part.DocumentLosses(source.name, part.Sample({}, 0, 0.0, weight))  # all groups are draws
+    losses = part.DocumentLosses(source.name, part.Sample({}, 0, 0.0, weight))  # all are draws
     return EvalSet(source.name, batches, first.masked(), read, riders=[losses])
 
 

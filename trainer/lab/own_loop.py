@@ -86,8 +86,7 @@ def reduce_loss_metrics(
         counts: weight of this rank's mean, by name, on all ranks or on none (alike).
         sum_keys: names of totals; `<name>_max` is the largest rank's.
 
-    Returns:
-        The same on every rank; a mean over nothing is absent, a total over nothing is 0.
+    Returns the same on every rank; a mean over nothing is absent, a total over nothing is 0.
     """
     counts, totals = counts or {}, frozenset(sum_keys or ())
     names = values.keys() | counts.keys() | totals

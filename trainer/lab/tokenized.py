@@ -6,8 +6,7 @@ CACHE/<key>.making/             the same, before all are there
 CACHE/<key>.lock                held by the process that makes them
 
 A run does so as it starts, and `train data tokenize` ahead of runs. Each file is tokenized by one
-process. What exists is whole, since every file is renamed into place; so a second call leaves out
-what a first one has finished.
+process and renamed into place, so a second call leaves out what a first one has finished.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class Stopped(Exception):
 
 
 def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None:
-    """The plan with the tokens of its text in mapped files; None: stopped. See `tokenize_source`."""
+    """The plan with tokens of its text in mapped files; None: stopped. See `tokenize_source`."""
     if multiprocessing.current_process().daemon:  # which may start no processes
         return plan  # it reads the text itself
 
@@ -174,8 +173,8 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 def tokenize_source(
     plan: Plan, source: Source, info: RankInfo, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
-    """The file with the tokens of each file that `is_copied`, made unless it is there; none if these
-    are small. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
+    """The file with the tokens of each that `is_copied`, made unless it is there; none if these are
+    small. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
     data, table = plan.config.data, source.table
     mask = table.loss_mask and LossMask(table.loss_mask)
     options = ReadOptions.of(table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask)

@@ -120,7 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(name: str, *, vocab_size: int = 0, parse_special: bool = False, eod: int | None = None) -> Tokenizer:
-    """`bytes`, `ids` (with the number of ids), or a tokenizer.json, which alone heeds the others."""
+    """`bytes`, `ids` (with the number of ids), or a tokenizer.json, which alone heeds the rest."""
     if vocab_size or not name.endswith(".json"):
         return tokenizer.load_tokenizer(name, vocab_size=vocab_size)
     return HuggingFaceTokenizer(name, parse_special=parse_special, eod=eod)

@@ -257,8 +257,8 @@ def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: boo
         documents, unusable = check_all(candidates, what=name, max_bytes=MAX_FILE_BYTES)
         refused |= unusable
         if not documents:
-            examples = few([f"{source}: {why}" for source, why in refused.items()]) or "all lie in it"
-            problem = f"none of {counted(len(refused), 'file')} outside of {out} is usable: {examples}"
+            examples = few([f"{name}: {why}" for name, why in refused.items()]) or "all lie in it"
+            problem = f"none of {counted(len(refused), 'file')} outside {out} is usable: {examples}"
             raise UserError(f"--modality {name}", problem, "name files of UTF-8 text; .jsonl needs no build")
         chosen[name] = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
         skipped |= refused
@@ -360,7 +360,7 @@ def build_key_recall(
         a2b5.        asked for the first symbol: 2; for the second: 5; and so on
 
     `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5;
-    train with this `data.seq_len`. Raises UserError: fewer groups than streams, or see `write_corpus`.
+    train with this `data.seq_len`. Raises UserError: fewer groups than streams; see `write_corpus`.
     """
     if groups < streams:
         raise UserError("--groups", f"must be at least the streams, {streams}; got {groups}")

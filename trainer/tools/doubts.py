@@ -99,9 +99,10 @@ def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:
     ways: dict[tuple[int, int], dict[tuple[Any, ...], str]] = {}
     for source in sources:
         for stream in source.streams:
-            name = format_name(Path(stream.path), source.table.format)
-            cuts = [getattr(source.table, key) for key in ("text_split", "eod") if takes_option(name, key)]
-            ways.setdefault(_identity(stream.path), {}).setdefault((stream.relative_path, *cuts), source.name)
+            name, table = format_name(Path(stream.path), source.table.format), source.table
+            cuts = [getattr(table, key) for key in ("text_split", "eod") if takes_option(name, key)]
+            of_file = ways.setdefault(_identity(stream.path), {})
+            of_file.setdefault((stream.relative_path, *cuts), source.name)
     twice = [found for found in ways.values() if len(found) > 1]
     if twice:
         named = list(twice[0].items())[:2]

@@ -114,7 +114,7 @@ def read_step(origin: Origin, step: int, *, with_text: bool) -> list[dict[str, A
     batches, rows = origin.plan.config.micro_batches, list[dict[str, Any]]()
     first, start, stop = map(batches.batches_before, (origin.step + 1, step, step + 1))
     # What a blend says it reads: the names of data sets of the user's own.
-    own = {f"source {each.name}": each.name for each in origin.plan.sources if each.table.target is not None}
+    own = {f"source {each.name}": each.name for each in origin.plan.sources if each.table.target}
     # The blends are read on from the checkpoint: batches before the step are drawn and dropped.
     for number in range(first, stop):
         for shard, blend in enumerate(origin.blends):
@@ -136,8 +136,8 @@ def _rows_of(batch: Mapping[str, Any], own: str | None) -> Iterator[dict[str, An
     if own is None:
         meta = parse_json(str(batch["instability_meta_json"]))
     for number, (tokens, documents) in enumerate(zip(counts, meta["rows"], strict=True)):
-        first = (documents or [meta])[0]  # a batch of one stream names it where a row is masked, too
-        place = {"source": first.get("source"), "stream": first.get("stream"), "documents": documents}
+        first = (documents or [meta])[0]  # a batch of one stream names it in any row
+        place = {key: first.get(key) for key in ("source", "stream")} | {"documents": documents}
         yield {"row": number, "tokens": tokens, **place, "cell": meta["cell_indices"][number]}
 
 

@@ -48,8 +48,7 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
         return "text"
     if row.pieces is not None:
         try:
-            options = ReadOptions(IdsTokenizer(UNBOUNDED), column=column)
-            first = next(row.pieces(path, options), None)
+            first = next(row.pieces(path, ReadOptions(IdsTokenizer(UNBOUNDED), column=column)), None)
         except (UserError, OSError):  # such as of text, which takes a tokenizer
             return "text"
         if first is None:
@@ -180,7 +179,7 @@ def starter(
     """A config for the data at `paths`, and what the user should check in it; the other arguments
     are the verb's options. Raises UserError: there is nothing to train on."""
     paths = [str(Path(path).expanduser()) for path in paths]
-    if odd := [path for path in paths if re.search("[\udc80-\udcff]", path)]:  # a byte that is not UTF-8
+    if odd := [path for path in paths if re.search("[\udc80-\udcff]", path)]:  # no UTF-8
         raise damaged(odd[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
     streams, where = discover(paths, format=format)
     refuse_empty(streams)

@@ -24,8 +24,6 @@ from trainer.training.evaluator import eval_sets
 class OneBuffer:
     """Fills the same arrays, and the same dict, for each batch, and counts in the object that it gives as its state."""
 
-    metric_keys = ("my/thing",)
-
     def __init__(self, kind=np.asarray):
         self.state = {"next": 0}
         self.batch = {key: kind(np.zeros((2, 3), np.int64)) for key in ("tokens", "targets")}
@@ -43,9 +41,6 @@ class OneBuffer:
     def load_state_dict(self, state):
         self.state = dict(state)
 
-    def drain_step_metrics(self):
-        return {"my/thing": 1.0}
-
 
 def loaded(dataset):
     own = OwnBatches(dataset, vocab_size=256, key="own")
@@ -59,16 +54,7 @@ def test_batches_and_states_survive_what_is_read_ahead_of_a_data_set_with_one_bu
     batches = loaded(OneBuffer(kind))
     assert [int(each.inputs["tokens"][0, 0]) for each in batches] == list(range(20))
     assert [each.state["sources"][0]["next"] for each in batches] == list(range(1, 21))
-
-
-def test_what_a_data_set_offers_beside_its_batches_is_its_own():
-    own, plain = (OwnBatches(each, vocab_size=256, key="own") for each in (OneBuffer(), []))
-    assert own.metric_keys == ("my/thing",)
-    assert own.drain_step_metrics() == {"my/thing": 1.0}
-    own.load_state_dict({"next": 7})
-    assert own.state_dict() == {"next": 7}
-    assert not hasattr(plain, "state_dict")
-    assert not hasattr(plain, "metric_keys")
+    assert not hasattr(OwnBatches([], vocab_size=256, key="own"), "state_dict")
 
 
 def good(**changed):
@@ -160,9 +146,7 @@ def test_whatever_a_data_set_says_its_rows_have_its_name_and_a_model_that_it_doe
     sources = f"data.source=[{{name='s', {own}}}]", f"eval={{every=9, source=[{{name='v', {own}}}]}}"
     plan = plan_of(write_tiny_config(tmp_path), *sources)
     rows = read_step(Origin(plan, 0, [make_blend(plan, RankInfo())]), 1, with_text=True)
-    place = {"shard": 0, "micro_batch": 0, "tokens": 3}
-    names = {"source": "s", "stream": None, "documents": None, "cell": None}
-    assert rows == [{**place, "row": number, **names} for number in (0, 1)]
+    assert [(row["tokens"], row["source"], row["documents"]) for row in rows] == [(3, "s", None)] * 2
     with pytest.raises(UserError, match=r"eval source v: .*:odd: cannot call the model with state, tokens"):
         eval_sets(plan, RankInfo(), torch.device("cpu"), OfFeatures())
 

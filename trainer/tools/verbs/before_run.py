@@ -117,7 +117,7 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
             total = own["positions"] or own["tokens"]
             if share and total:
                 per_micro = float(plan.facts.tokens_per_micro)
-                if not reads_lanes(plan.config):  # shares are of micro-batches, each of one modality
+                if not reads_lanes(plan.config):  # shares are of micro-batches of one modality
                     mixing = mixing_of(plan.config, source.table)
                     sizes = mixing.batch_size_by_modality
                     rows = [sizes.get(each.modality, mixing.batch_size) for each in source.streams]
