@@ -176,9 +176,7 @@ def contents(plan: Plan) -> dict[str, Content]:
     read = [source for source in plan.sources if source.streams and not source.is_off]
     size = sum(file_bytes(stream) for source in read for stream in source.streams)
     measure = _opened if size <= OPENED_BYTES else _by_bytes
-    found = {source.name: measure(plan, source) for source in read}
-    values = plan.config.data.values
-    return {name: Content(each.tokens * values, each.documents, each.padded * values) for name, each in found.items()}
+    return {source.name: measure(plan, source) for source in read}
 
 
 def _opened(plan: Plan, source: Source) -> Content:
@@ -193,7 +191,8 @@ def _opened(plan: Plan, source: Source) -> Content:
     sizes = np.concatenate(found)
     if not len(sizes):
         raise nothing_left(f"source {source.name}")
-    return Content(int(sizes.sum()), len(sizes), int((-(-sizes // cut.seq_len)).sum()) * cut.seq_len)
+    padded, values = -(-sizes // cut.seq_len) * cut.seq_len, plan.config.data.values
+    return Content(int(sizes.sum()) * values, len(sizes), int(padded.sum()) * values)
 
 
 def _by_bytes(plan: Plan, source: Source) -> Content:
@@ -208,7 +207,7 @@ def _by_bytes(plan: Plan, source: Source) -> Content:
             tokens += file_bytes(stream)
         else:  # ids, of which nothing is read without an id to look for
             tokens += len(load_documents(stream.path, replace(read, eod=None)).tokens)
-    return Content(tokens)
+    return Content(tokens * plan.config.data.values)
 
 
 def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:

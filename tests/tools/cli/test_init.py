@@ -88,8 +88,6 @@ KINDS = {
     "nested": (nested, "nested", "bytes", 0),
 }
 QUICK = ("npy", "nested")
-
-
 assert KINDS.keys() >= FORMATS.keys()
 
 
