@@ -123,7 +123,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
     They are `blocks_of` the model, or else its children, without those that share a parameter with
-    another part of it: FSDP would break the tie. A UserError if a parameter has no rows.
+    another part of it: FSDP would break the tie. A UserError if a parameter is a scalar.
     """
     # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]

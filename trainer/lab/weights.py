@@ -19,7 +19,6 @@ from trainer.training.train_state import misfits
 from trainer.wording import few
 
 logger = get_logger(__name__)
-
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
 """In the metadata: JSON, name of an omitted tensor -> the stored one that shares its memory."""

@@ -1,4 +1,4 @@
-"""Settings that cannot be meant, and what a run has to read, for `train check`."""
+"""Settings that cannot be meant; and, for `train check`, what a run has to read."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 
 
 def model_bytes(plan: Plan, trained: int, frozen: int) -> dict[str, int]:
-    """Bytes of a rank's weights, gradients and optimizer (not of the user's own), of so many
-    `trained` and `frozen` parameters; of a sharded model, those of its shards."""
+    """Bytes of a rank's weights, gradients, optimizer (not of the user's own) and averages, of so
+    many `trained` and `frozen` parameters; of a sharded model, those of its shards."""
     shards = plan.layout.shards if plan.layout is not None else 1
     held = -(-trained // shards)
     found = {"weights": 4 * held + 4 * -(-frozen // shards), "gradients": 4 * held}
@@ -165,7 +165,7 @@ OPENED_BYTES = 64_000_000  # of all sources together, which may have to be token
 class Content(NamedTuple):
     """An epoch of a source."""
 
-    tokens: int  # of text that is not opened: its bytes; 0, if it is compressed: not known
+    tokens: int  # of text that is not opened: its bytes; 0: not known, see `_by_bytes`
     documents: int = 0  # that are not held out, or their parts; 0: not opened
     padded: int = 0  # tokens, with what fills the last cell of each document; 0: not opened
 
@@ -196,6 +196,7 @@ def _opened(plan: Plan, source: Source) -> Content:
 
 
 def _by_bytes(plan: Plan, source: Source) -> Content:
+    """By bytes of text; 0 if a file is compressed, Parquet or of a format of the user's own."""
     _, read, _ = reading(plan, source)
     tokens = 0
     for stream in source.streams:

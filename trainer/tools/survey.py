@@ -37,8 +37,6 @@ from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.corpora import MAX_FILE_BYTES, why_not_text
 from trainer.wording import counted, few
 
-UNBOUNDED = 1 << 40  # ids: more than any vocabulary has
-
 
 def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
     """The kind of a file of the format `name`; `text` for formats by import path, and for files
@@ -129,6 +127,7 @@ STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
+UNBOUNDED = 1 << 40  # ids: more than any vocabulary has
 TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
 # A string, number, boolean or list of them, as TOML writes it.
 _toml = partial(json.dumps, ensure_ascii=False)
