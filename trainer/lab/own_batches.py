@@ -44,12 +44,7 @@ HOST_KEYS = {*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, *BATCH_EXTRAS}
 
 
 def own_batches(
-    plan: Plan,
-    source: Source,
-    info: RankInfo,
-    model: nn.Module | None,
-    kind: str = "source",
-    device: torch.device | None = None,
+    plan: Plan, source: Source, info: RankInfo, model: nn.Module | None, kind: str = "source"
 ) -> OwnBatches:
     """The data set of a source on this data shard, for a model if one is given. A UserError if it
     fails, or cannot be iterated."""
@@ -60,7 +55,6 @@ def own_batches(
         vocab_size=plan.vocab_size,
         key=f"{key}{path}",
         model=model,
-        device=device,
         num_targets=IdBounds.of(path, plan.tokenizer).num_ids,
     )
 
@@ -97,11 +91,10 @@ class OwnBatches:
         vocab_size: int,
         key: str,
         model: nn.Module | None = None,
-        device: torch.device | None = None,
         num_targets: int = 0,
     ) -> None:
         self._dataset, self._vocab_size, self._key, self._model = dataset, vocab_size, key, model
-        self._device = device if model is None else next(model.parameters()).device
+        self._device = None if model is None else next(model.parameters()).device
         self._num_targets = num_targets or vocab_size
         self._due: dict[int, int] | None = {}  # next cells of begun groups; None: not known
 
@@ -149,7 +142,7 @@ class OwnBatches:
                 array = np.asarray(values)
                 if array.ndim and array.dtype.kind in "biuf":
                     wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(array.dtype.kind, np.bool_)
-                    values = torch.from_numpy(array.astype(wide, order="C"))  # of any order of bytes
+                    values = torch.from_numpy(array.astype(wide, order="C"))  # of any byte order
         if key in HOST_KEYS or not isinstance(values, Tensor):
             return copy.deepcopy(values)
         dtype = torch.get_default_dtype() if values.is_floating_point() else torch.long
@@ -235,10 +228,12 @@ def _on_host(values: Any) -> np.ndarray | None:
     return np.asarray(values)
 
 
-def own_set(plan: Plan, source: Source, info: RankInfo, device: torch.device, num_batches: int) -> EvalSet:
+def own_set(
+    plan: Plan, source: Source, info: RankInfo, device: torch.device, num_batches: int, model: nn.Module | None
+) -> EvalSet:
     """A validation set of the user's own, made anew for each evaluation, and read to its end or up
-    to `num_batches`. A UserError if this rank has none."""
-    made = partial(own_batches, plan, source, info, None, "eval source", device=device)
+    to `num_batches`. A UserError if this rank has none, or its first is not for the `model`."""
+    made = partial(own_batches, plan, source, info, model, "eval source")
 
     def batches(accepted: frozenset[str] | None) -> Iterator[MicroBatch]:
         return islice(Loader(made(), device=device, accepted=accepted, prefetch=0), num_batches)
@@ -247,7 +242,7 @@ def own_set(plan: Plan, source: Source, info: RankInfo, device: torch.device, nu
     read = "all batches" if num_batches == ALL else f"at most {counted(num_batches, 'batch')} per rank"
     objective, part = plan.config.objective, need(plan.parts.evaluations, "eval.source")
     weight = objective.token_ce if "token_ce" in objective.components else 1.0
-    losses = part.DocumentLosses(source.name, part.Sample({}, 0, 0.0, weight))  # all groups are draws
+    losses = part.DocumentLosses(source.name, part.Sample({}, 0, 0.0, weight))  # all are draws
     return EvalSet(source.name, batches, first.masked(), read, riders=[losses])
 
 

@@ -29,11 +29,8 @@ def run_status(directory: Path | str, *, rank: int = 0) -> Iterator[None]:
 
     An exception is `failed` with its type and message, Ctrl-C is `stopped`, `SystemExit` with a
     code other than 0 is `failed`. A killed process leaves `running`, which readers take for `died`,
-    since it shows itself no more. A UserError if another process writes its run there.
-
-    Args:
-        directory: of the run; it is made.
-        rank: other ranks than 0 do nothing.
+    since it shows itself no more. The run's `directory` is made; ranks other than 0 do nothing.
+    Raises UserError: another process writes its run there.
     """
     if rank != 0:
         yield
@@ -89,8 +86,7 @@ def reduce_loss_metrics(
         counts: weight of this rank's mean, by name, on all ranks or on none (alike).
         sum_keys: names of totals; `<name>_max` is the largest rank's.
 
-    Returns:
-        The same on every rank; a mean over nothing is absent, a total over nothing is 0.
+    Returns the same on every rank; a mean over nothing is absent, a total over nothing is 0.
     """
     counts, totals = counts or {}, frozenset(sum_keys or ())
     names = values.keys() | counts.keys() | totals

@@ -77,7 +77,7 @@ def generate(
 
 
 def draw_token(scores: Tensor, draw: Draw, generator: torch.Generator) -> int:
-    """Sample one id from scores float64 [V]; never one of minus infinity, whatever the temperature.
+    """Sample one id from scores float64 [V]; never one of minus infinity at a finite temperature.
     Raises GenerationError: one is NaN or inf, or all are -inf."""
     if not torch.isfinite(scores.max()):
         raise GenerationError(f"the model's scores are not finite: the largest is {scores.max()}")

@@ -78,7 +78,7 @@ class Sharded(Strategy):
         """As it is: FSDP2 has put its hooks into the model."""
         self.reshard(model)  # some tokens may have been run through it
         self._root: Any = model
-        self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         return row_model
 
     @contextmanager
@@ -123,7 +123,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time.
 
     They are `blocks_of` the model, or else its children, without those that share a parameter with
-    another part of it: FSDP would break the tie. A UserError if a parameter has no rows.
+    another part of it: FSDP would break the tie. A UserError if a parameter is a scalar.
     """
     # Shards are rows, which a scalar has none of.
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
@@ -150,5 +150,6 @@ def output_layer(model: nn.Module) -> nn.Linear:
         layer, name = getter(), "get_output_embeddings()"
     if not isinstance(layer, nn.Linear):
         problem = f"the model's {name} is a {type(layer).__name__}, no nn.Linear, which gives its logits"
-        raise UserError(CHUNK_KEY, problem, "name that head, or return it from get_output_embeddings(); or set 0")
+        fix = "name that head, or return it from get_output_embeddings(); or set 0"
+        raise UserError(CHUNK_KEY, problem, fix)
     return layer

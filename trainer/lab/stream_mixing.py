@@ -226,8 +226,8 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         batch["dataset_labels"] = [self.name for _ in range(rows)]
         batch["dataset_segments"] = [modality for _ in range(rows)]
         located.origin = {"source": self.name, "stream": path, "epoch": self.epoch, "position": position}
-        # As text, without `documents`: `take_apart` then tells the noise scale of groups, which no two
-        # ranks share.
+        # As text, without `documents`: `take_apart` then tells the noise scale of groups, which no
+        # two ranks share.
         batch["instability_meta_json"] = str(located)
         return batch
 

@@ -6,8 +6,7 @@ CACHE/<key>.making/             the same, before all are there
 CACHE/<key>.lock                held by the process that makes them
 
 A run does so as it starts, and `train data tokenize` ahead of runs. Each file is tokenized by one
-process. What exists is whole, since every file is renamed into place; so a second call leaves out
-what a first one has finished.
+process and renamed into place, so a second call leaves out what a first one has finished.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ if TYPE_CHECKING:  # what starts each of the processes imports little
 
 logger = get_logger(__name__)
 LEAST_BYTES = 4_000_000  # less text, two seconds of work, is tokenized where it is read
-UNBOUNDED = 1 << 40  # larger than any vocabulary
 DTYPE_BITS = {"u1": 8, "<u2": 16, "<i4": 31}  # of ids, the smallest first
 POLL_SEC, HEAD_START_SEC, SECONDS_PER_LINE = 0.2, 5.0, 30.0
 
@@ -129,6 +127,8 @@ def _tokenize_file(path: str, target: Path) -> None:
             file.write(piece.astype(dtype).tobytes())
     if not lengths:
         raise damaged(path, "has no documents", "remove the file")
+    if (longest := max(lengths)) >= 1 << 31:
+        raise damaged(path, f"a document of {longest:,} tokens is too long", "cut the document")
     write_index(target.with_suffix(".idx"), np.array(lengths, dtype=np.int64), dtype)
 
 
@@ -155,7 +155,7 @@ class Stopped(Exception):
 
 
 def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) -> Plan | None:
-    """The plan with the tokens of its text in mapped files; None: stopped. See `tokenize_source`."""
+    """The plan with tokens of its text in mapped files; None: stopped. See `tokenize_source`."""
     if multiprocessing.current_process().daemon:  # which may start no processes
         return plan  # it reads the text itself
 
@@ -173,8 +173,8 @@ def tokenize_once(plan: Plan, info: RankInfo, is_stopped: Callable[[], bool]) ->
 def tokenize_source(
     plan: Plan, source: Source, info: RankInfo, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
-    """The file with the tokens of each text file, made unless it is there; none if there is little
-    text. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
+    """The file with the tokens of each that `is_copied`, made unless it is there; none if these are
+    small. Raises UserError: a file is damaged, or the cache cannot be used; and Stopped."""
     data, table = plan.config.data, source.table
     mask = table.loss_mask and LossMask(table.loss_mask)
     options = ReadOptions.of(table, tokenizer=plan.tokenizer, text_eod=data.eod, loss_mask=mask)
@@ -218,8 +218,9 @@ def tokenize_source(
                 look()
                 time.sleep(POLL_SEC)
     except OSError as error:
-        fix = f"name another data.cache_dir; if it is full, delete what no run reads in {cache}"
-        raise UserError(str(error.filename or cache), f"cannot be used: {error.strerror}", fix) from None
+        if not is_made():  # else another user has made it, who alone may write there
+            fix = f"name another data.cache_dir; if it is full, delete what no run reads in {cache}"
+            raise UserError(str(error.filename or cache), f"cannot be used: {error.strerror}", fix) from None
     # A file of empty documents has no tokens to map: it is read itself.
     return {path: str(place / name) for path, name in names.items() if os.path.getsize(place / name)}
 
@@ -251,11 +252,8 @@ def _key(streams: Sequence[Stream], options: ReadOptions, data: DataTable) -> st
 
 
 def write_index(path: Path, lengths: Ints, dtype: np.dtype[Any]) -> None:
-    """Write the index of a `.bin` of documents of these lengths, one sequence each."""
+    """Write the index of a `.bin` of documents of these lengths below 2^31, one sequence each."""
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
-    longest = int(lengths.max(initial=0))
-    if longest >= 1 << 31:
-        raise damaged(path, f"a document of {longest:,} tokens is too long", "cut the document")
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
     documents = np.arange(len(lengths) + 1, dtype="<i8")

@@ -18,8 +18,8 @@ from trainer.data import tokenizer
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
-# Text with every byte that UTF-8 may have, in the form that nearly all text has; and with space
-# where a tokenizer may drop or join it.
+# Text with every byte that UTF-8 may have but NUL, in the form that nearly all text has; and with
+# space where a tokenizer may drop or join it.
 _CHARACTERS = map(chr, [*range(1, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)])
 PROBE = f"\t{unicodedata.normalize('NFC', ''.join(_CHARACTERS))}\r\n  "
 
@@ -98,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
 
     def decode(self, ids: Ints) -> str:
-        """The text of the ids below the vocabulary."""
+        """The text of the ids, without those that are not in the file."""
         known = [int(i) for i in ids if 0 <= i < self.bos_id]
         return str(self.words.decode(known, skip_special_tokens=False))
 
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(name: str, *, vocab_size: int = 0, parse_special: bool = False, eod: int | None = None) -> Tokenizer:
-    """`bytes`, `ids` (with the number of ids), or a tokenizer.json, which alone heeds the others."""
+    """`bytes`, `ids` (with the number of ids), or a tokenizer.json, which alone heeds the rest."""
     if vocab_size or not name.endswith(".json"):
         return tokenizer.load_tokenizer(name, vocab_size=vocab_size)
     return HuggingFaceTokenizer(name, parse_special=parse_special, eod=eod)

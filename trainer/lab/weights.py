@@ -19,7 +19,6 @@ from trainer.training.train_state import misfits
 from trainer.wording import few
 
 logger = get_logger(__name__)
-
 WEIGHTS_FILE = "model.safetensors"
 SHARED_KEY = "shared"
 """In the metadata: JSON, name of an omitted tensor -> the stored one that shares its memory."""
@@ -47,7 +46,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def share(tensors: dict[str, Tensor], shared: object) -> None:
-    """Add tensors that are stored under another name: `shared`, names by name; else a ValueError."""
+    """Add tensors that are stored under another name (`shared`: names by name), or a ValueError."""
     if not isinstance(shared, dict):
         raise ValueError("shared tensors are not named by others")
     stored = dict(tensors)
@@ -91,5 +90,5 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
             if not torch.equal(tensors[first], tensors[name]):
                 problems.append(f"{name} differs from {first}, which the model ties to it")
     if problems:
-        fix = "use the [model], the data.tokenizer and the release that the weights were trained with"
+        fix = "use the [model], the data.tokenizer and the release that trained the weights"
         raise UserError(key, f"{path} does not fit the model: {few(problems)}", fix)

@@ -1,8 +1,8 @@
 """Corpora in the NESTED layout, as JSON lines: of own text, of what every installation has, and
 key recall.
 
-Documents are found and checked first, with their text left on disk; then they are put into streams
-and written beside the corpus's place, which is renamed at the end.
+Documents are found and checked first, with the text of files left on disk; then they are put into
+streams and written to a directory next to the corpus's place, which is renamed at the end.
 """
 
 from __future__ import annotations
@@ -55,18 +55,12 @@ Candidate = tuple[str, Path | str]
 
 @dataclass(frozen=True)
 class Document:
-    """A candidate that is text: size and digest of it as UTF-8."""
+    """A candidate that is text."""
 
     source: str
     place: Path | str
-    num_bytes: int
-    digest: str
-
-    @classmethod
-    def of(cls, source: str, place: Path | str, text: str) -> Document:
-        """The document that a candidate with this text is."""
-        content = text.encode("utf-8")
-        return cls(source, place, len(content), hashlib.sha256(content).hexdigest())
+    num_bytes: int  # of the text as UTF-8
+    digest: str = ""  # of the same, by which copies are found
 
 
 Streams = dict[str, list[Document]]
@@ -104,7 +98,8 @@ def _checked(source: str, place: Path | str, max_bytes: int, forbidden: Sequence
         return "empty"
     if any(word in text for word in forbidden):
         return "holds an absolute path of this machine"
-    return Document.of(source, place, text)
+    content = text.encode("utf-8")  # without a byte order mark
+    return Document(source, place, len(content), hashlib.sha256(content).hexdigest())
 
 
 def check_all(
@@ -227,7 +222,7 @@ def _written(out: Path) -> dict[str, Any]:
 def _write_stream(path: Path, documents: Sequence[Document]) -> str:
     """Write a stream; the digest of the file."""
     digest = hashlib.sha256()
-    with replacing(path, sync=False) as file:  # the whole corpus is synced with its manifest, last
+    with replacing(path) as file:
         for document in documents:
             row = {"text": _content(document.place).decode("utf-8-sig"), "source": document.source}
             line = json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n"
@@ -239,8 +234,9 @@ def _write_stream(path: Path, documents: Sequence[Document]) -> str:
 def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: bool = False) -> dict[str, Any]:
     """Build a corpus of text, a document per file, at `out/<modality>/<stream>.jsonl`.
 
-    `modalities`: modality -> globs (with `**` and `~`). Hidden files are skipped. Raises
-    UserError: a glob matches nothing usable, or `out` cannot be replaced; see `write_corpus`.
+    `modalities`: modality -> globs (with `**` and `~`), whose wildcards match no hidden file. Files
+    in `out` are left out. Raises UserError: a glob matches no file, nothing of a modality can be
+    used, or `out` cannot be replaced; see `write_corpus`.
     """
     chosen: dict[str, Streams] = {}
     skipped: dict[str, str] = {}
@@ -261,8 +257,8 @@ def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: boo
         documents, unusable = check_all(candidates, what=name, max_bytes=MAX_FILE_BYTES)
         refused |= unusable
         if not documents:
-            examples = few([f"{source}: {why}" for source, why in refused.items()])
-            problem = f"nothing in {counted(len(refused), 'file')} can be used: {examples}"
+            examples = few([f"{name}: {why}" for name, why in refused.items()]) or "all lie in it"
+            problem = f"none of {counted(len(refused), 'file')} outside {out} is usable: {examples}"
             raise UserError(f"--modality {name}", problem, "name files of UTF-8 text; .jsonl needs no build")
         chosen[name] = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
         skipped |= refused
@@ -364,7 +360,7 @@ def build_key_recall(
         a2b5.        asked for the first symbol: 2; for the second: 5; and so on
 
     `groups`: documents over all `streams`, which are files. `seq_len`: bytes per cell, at least 5;
-    train with this `data.seq_len`. Raises UserError: fewer groups than streams.
+    train with this `data.seq_len`. Raises UserError: fewer groups than streams; see `write_corpus`.
     """
     if groups < streams:
         raise UserError("--groups", f"must be at least the streams, {streams}; got {groups}")
@@ -379,5 +375,5 @@ def build_key_recall(
         for index, (first, second) in enumerate(draw.integers(NUM_SYMBOLS, size=size).tolist()):
             text = f"<{REVEALED[first]}{REVEALED[second]}>{end}"
             text += f"a{ANSWERS[first]}b{ANSWERS[second]}{end}" * (cells - 1)
-            documents[name].append(Document.of(f"{name}/{index}", text, text))
+            documents[name].append(Document(f"{name}/{index}", text, len(text)))
     return write_corpus(out, {"recall": documents}, {}, force=force)

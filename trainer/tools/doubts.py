@@ -1,4 +1,4 @@
-"""Settings that cannot be meant, and what a run has to read, for `train check`."""
+"""Settings that cannot be meant; and, for `train check`, what a run has to read."""
 
 from __future__ import annotations
 
@@ -94,17 +94,21 @@ def _unread(sources: Sequence[Source], eval_sources: Sequence[Source]) -> Iterat
 
 
 def _leaks(sources: Sequence[Source]) -> Iterator[Doubt]:
-    """Files that are read under several names: which documents are held out depends on the name."""
-    names: dict[tuple[int, int], dict[str, str]] = {}
+    """Files that are read in several ways: which documents are held out depends on the name of the
+    stream and on their numbers in it."""
+    ways: dict[tuple[int, int], dict[tuple[Any, ...], str]] = {}
     for source in sources:
         for stream in source.streams:
-            names.setdefault(_identity(stream.path), {}).setdefault(stream.relative_path, source.name)
-    twice = [found for found in names.values() if len(found) > 1]
+            name, table = format_name(Path(stream.path), source.table.format), source.table
+            cuts = [getattr(table, key) for key in ("text_split", "eod") if takes_option(name, key)]
+            of_file = ways.setdefault(_identity(stream.path), {})
+            of_file.setdefault((stream.relative_path, *cuts), source.name)
+    twice = [found for found in ways.values() if len(found) > 1]
     if twice:
         named = list(twice[0].items())[:2]
-        first = " and ".join(f"{printable(name)} (source {source})" for name, source in named)
-        files = f"{counted(len(twice), 'file')} under several names, such as {first}"
-        fix = "read a file once, or in each source below the same root"
+        first = " and ".join(f"{printable(name)} (source {source})" for (name, *_), source in named)
+        files = f"{counted(len(twice), 'file')} in several ways, such as {first}"
+        fix = "read a file once, or in each source with the same root, text_split and eod"
         yield "eval.holdout_fraction", f"{files}: each trains on what the other holds out", fix
 
 
@@ -142,8 +146,8 @@ MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}
 
 
 def model_bytes(plan: Plan, trained: int, frozen: int) -> dict[str, int]:
-    """Bytes of a rank's weights, gradients and optimizer (not of the user's own), of so many
-    `trained` and `frozen` parameters; of a sharded model, those of its shards."""
+    """Bytes of a rank's weights, gradients, optimizer (not of the user's own) and averages, of so
+    many `trained` and `frozen` parameters; of a sharded model, those of its shards."""
     shards = plan.layout.shards if plan.layout is not None else 1
     held = -(-trained // shards)
     found = {"weights": 4 * held + 4 * -(-frozen // shards), "gradients": 4 * held}
@@ -161,7 +165,7 @@ OPENED_BYTES = 64_000_000  # of all sources together, which may have to be token
 class Content(NamedTuple):
     """An epoch of a source."""
 
-    tokens: int  # of text that is not opened: its bytes; 0, if it is compressed: not known
+    tokens: int  # of text that is not opened: its bytes; 0: not known, see `_by_bytes`
     documents: int = 0  # that are not held out, or their parts; 0: not opened
     padded: int = 0  # tokens, with what fills the last cell of each document; 0: not opened
 
@@ -172,9 +176,7 @@ def contents(plan: Plan) -> dict[str, Content]:
     read = [source for source in plan.sources if source.streams and not source.is_off]
     size = sum(file_bytes(stream) for source in read for stream in source.streams)
     measure = _opened if size <= OPENED_BYTES else _by_bytes
-    found = {source.name: measure(plan, source) for source in read}
-    values = plan.config.data.values
-    return {name: Content(each.tokens * values, each.documents, each.padded * values) for name, each in found.items()}
+    return {source.name: measure(plan, source) for source in read}
 
 
 def _opened(plan: Plan, source: Source) -> Content:
@@ -189,10 +191,12 @@ def _opened(plan: Plan, source: Source) -> Content:
     sizes = np.concatenate(found)
     if not len(sizes):
         raise nothing_left(f"source {source.name}")
-    return Content(int(sizes.sum()), len(sizes), int((-(-sizes // cut.seq_len)).sum()) * cut.seq_len)
+    padded, values = -(-sizes // cut.seq_len) * cut.seq_len, plan.config.data.values
+    return Content(int(sizes.sum()) * values, len(sizes), int(padded.sum()) * values)
 
 
 def _by_bytes(plan: Plan, source: Source) -> Content:
+    """By bytes of text; 0 if a file is compressed, Parquet or of a format of the user's own."""
     _, read, _ = reading(plan, source)
     tokens = 0
     for stream in source.streams:
@@ -204,7 +208,7 @@ def _by_bytes(plan: Plan, source: Source) -> Content:
             tokens += file_bytes(stream)
         else:  # ids, of which nothing is read without an id to look for
             tokens += len(load_documents(stream.path, replace(read, eod=None)).tokens)
-    return Content(tokens)
+    return Content(tokens * plan.config.data.values)
 
 
 def why_no_noise_scale(config: RunConfig, world_size: int) -> str | None:

@@ -50,7 +50,6 @@ SHARE = 0.15
 A forward is a third of a step's work: about 5 % of the time on one rank, less on several."""
 LEAST = 8  # documents, or files, that are drawn: the error needs as many
 
-
 Document = tuple[str, str, int]  # source, stream and number in it
 Sums = dict[int, tuple[Document, float, float]]  # group id -> the document, its loss, its targets
 
@@ -139,7 +138,7 @@ class DocumentLosses(EvalRider):
             yield json.dumps(strict({**where, "tokens": int(tokens), "nats": nats}), allow_nan=False) + "\n"
 
     def metrics(self, by_rank: Sequence[Any]) -> dict[str, float]:
-        """Take in the losses of all ranks, for `lines`; the error of a sample's, if it is above 0."""
+        """Take in the losses of all ranks, for `lines`; the error of a sample's, if above 0."""
         for part in by_rank:  # all ranks have one, or the evaluation is off
             self.found |= part
         error = None if self._sample is None else self._guard.run(self._error, self._sample)

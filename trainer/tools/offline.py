@@ -83,7 +83,7 @@ def evaluate_checkpoint(
             raise
     info, diagnostics = RankInfo(), Diagnostics()
     row_model, loss = model_and_loss(saved.model, plan, device)
-    read = eval_sets(plan, info, device)
+    read = eval_sets(plan, info, device, saved.model)
     auxiliary = make_auxiliary(plan.config.objective, saved.model, plan.parts)
     evaluator = Evaluator(plan, saved.model, row_model, loss, auxiliary, info, device, Strategy(), diagnostics, read)
     found = evaluator.run(saved.step or 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
@@ -112,37 +111,34 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
 
 def read_step(origin: Origin, step: int, *, with_text: bool) -> list[dict[str, Any]]:
     """The rows of a step, with their documents, by reading on from the data cursors."""
-    plan, rows = origin.plan.config.micro_batches, list[dict[str, Any]]()
-    first, start, stop = map(plan.batches_before, (origin.step + 1, step, step + 1))
+    batches, rows = origin.plan.config.micro_batches, list[dict[str, Any]]()
+    first, start, stop = map(batches.batches_before, (origin.step + 1, step, step + 1))
+    # What a blend says it reads: the names of data sets of the user's own.
+    own = {f"source {each.name}": each.name for each in origin.plan.sources if each.table.target}
     # The blends are read on from the checkpoint: batches before the step are drawn and dropped.
     for number in range(first, stop):
         for shard, blend in enumerate(origin.blends):
             batch = next(blend, None)
             if batch is not None and number >= start:
                 place = {"shard": shard, "micro_batch": number - start}
-                rows += [{**place, **row} for row in _rows_of(batch)]
+                rows += [{**place, **row} for row in _rows_of(batch, own.get(blend.now_reading))]
     if with_text:
         _add_text(origin, rows)
     return sorted(rows, key=itemgetter("shard"))
 
 
-def _rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Targets, source, stream, documents and cell of each row, as far as its data set says."""
-    meta: Any = None
-    with suppress(ValueError):  # a data set of the user's own may say anything
-        meta = parse_json(str(batch.get("instability_meta_json")))
-    is_own = not isinstance(meta, dict) or not meta.keys() >= {"rows", "cell_indices"}
+def _rows_of(batch: Mapping[str, Any], own: str | None) -> Iterator[dict[str, Any]]:
+    """Targets, source, stream, documents and cell of each row; the last three are None if `own`, a
+    data set of the user's own of this name, made the batch."""
     counts = weights_of(np.asarray(batch["targets"])).sum(1).tolist()
-    for number, tokens in enumerate(counts):
-        row: dict[str, Any] = {"row": number, "tokens": tokens}
-        if is_own:
-            source = (batch["dataset_labels"] or [None] * len(counts))[number]
-            yield {**row, "source": source, "stream": None, "documents": None, "cell": None}
-            continue
-        documents = meta["rows"][number]
-        first = (documents or [{"source": None, "stream": meta.get("stream")}])[0]
-        row |= {"source": first["source"], "stream": first["stream"], "documents": documents}
-        yield row | {"cell": meta["cell_indices"][number]}
+    unknown = [None] * len(counts)
+    meta: Any = {"source": own, "rows": unknown, "cell_indices": unknown}
+    if own is None:
+        meta = parse_json(str(batch["instability_meta_json"]))
+    for number, (tokens, documents) in enumerate(zip(counts, meta["rows"], strict=True)):
+        first = (documents or [meta])[0]  # a batch of one stream names it in any row
+        place = {key: first.get(key) for key in ("source", "stream")} | {"documents": documents}
+        yield {"row": number, "tokens": tokens, **place, "cell": meta["cell_indices"][number]}
 
 
 def _add_text(origin: Origin, rows: Sequence[Mapping[str, Any]]) -> None:

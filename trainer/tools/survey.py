@@ -26,13 +26,13 @@ from trainer.data.layout import (
     Stream,
     discover_direct,
     discover_nested,
+    fixed_part,
     is_data,
     refuse_empty_files,
     refuse_unheeded,
 )
 from trainer.data.tokenizer import IdsTokenizer
 from trainer.errors import UserError
-from trainer.lab.tokenized import UNBOUNDED
 from trainer.lab.tokenizer_json import load_tokenizer
 from trainer.tools.corpora import MAX_FILE_BYTES, why_not_text
 from trainer.wording import counted, few
@@ -46,8 +46,7 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
         return "text"
     if row.pieces is not None:
         try:
-            options = ReadOptions(IdsTokenizer(UNBOUNDED), column=column)
-            first = next(row.pieces(path, options), None)
+            first = next(row.pieces(path, ReadOptions(IdsTokenizer(UNBOUNDED), column=column)), None)
         except (UserError, OSError):  # such as of text, which takes a tokenizer
             return "text"
         if first is None:
@@ -57,7 +56,7 @@ def file_kind(path: Path, name: str, column: str | None = None) -> Kind:
 
 def guess(streams: Sequence[Stream], options: ReadOptions) -> tuple[Kind, list[str]]:
     """Whether the files hold text or token ids, by the format and first record of each; and their
-    formats. Raises UserError: both are mixed, a file has no dtype, or it cannot be read."""
+    formats. Raises UserError: both are mixed, or a file has no dtype or no documents."""
     examples: dict[Kind, str] = {}
     formats = set()
     for stream in streams:
@@ -128,6 +127,7 @@ STEPS_RANGE = (100, 2000)
 HOLDOUT_FRACTIONS = (0.02, 0.05, 0.1, 0.2)
 MOST_HELD_OUT = 0.3
 MAX_BYTES = 256_000_000  # of larger data, only evenly spread streams are inspected
+UNBOUNDED = 1 << 40  # ids: more than any vocabulary has
 TIE_FROM_VOCABULARY = 8192  # from here on, tied embeddings save most of a small model
 # A string, number, boolean or list of them, as TOML writes it.
 _toml = partial(json.dumps, ensure_ascii=False)
@@ -178,8 +178,8 @@ def starter(
     """A config for the data at `paths`, and what the user should check in it; the other arguments
     are the verb's options. Raises UserError: there is nothing to train on."""
     paths = [str(Path(path).expanduser()) for path in paths]
-    if re.search("[\udc80-\udcff]", "".join(paths)):  # a byte that is not UTF-8
-        raise damaged(paths[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
+    if odd := [path for path in paths if re.search("[\udc80-\udcff]", path)]:  # no UTF-8
+        raise damaged(odd[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
     streams, where = discover(paths, format=format)
     refuse_empty(streams)
     given = {"dtype": dtype, "eod": eod, "column": column}
@@ -257,5 +257,5 @@ def sample_streams(streams: Sequence[Stream]) -> tuple[list[Stream], float]:
 
 
 def _run_name(path: str) -> str:
-    """A run's name from the last part of the data's path."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("*/")).resolve().stem).strip("-_")[:40] or "run"
+    """A run's name from the last part of the data's path that is no glob."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", fixed_part(path).resolve().stem).strip("-_")[:40] or "run"

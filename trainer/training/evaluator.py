@@ -242,17 +242,15 @@ ALL = 2**62
 """More micro-batches than any set has."""
 
 
-def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:
-    """The held-out documents, and each `[[eval.source]]`. A UserError if a set has no document.
-
-    `eval.depth` costs nothing if the model does not `has_state`.
-    """
+def eval_sets(plan: Plan, info: RankInfo, device: torch.device, model: nn.Module | None = None) -> list[EvalSet]:
+    """The held-out documents, and each `[[eval.source]]`. A UserError if a set has no document, or
+    one of the user's own none that `model` takes; without state, `eval.depth` costs it nothing."""
     table, sets = plan.config.eval, []
     if not table.every:
         return []
     own = [source for source in plan.sources if source.streams and not source.is_off]
     if table.holdout_fraction > 0 and own:
-        runs = 1 + (table.depth and has_state)
+        runs = 1 + (table.depth and (model is None or width_of(model) > 0))
         sets.append(_eval_set("", plan, own, table.batches, info, device, runs))
     for each, source in zip(table.source, plan.eval_sources, strict=True):
         num = each.batches or ALL
@@ -260,7 +258,7 @@ def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bo
             sets.append(_eval_set(each.name, plan, [source], num, info, device, 1))
         else:
             part = need(plan.parts.data, f"eval source {each.name}: target")
-            sets.append(part.own_set(plan, source, info, device, num))
+            sets.append(part.own_set(plan, source, info, device, num, model))
     return sets
 
 

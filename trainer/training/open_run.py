@@ -160,7 +160,7 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
         state.gns.shards_per_rank = len(state.shards)
         stack.callback(state.tracker.diagnostics.best_effort("end of gns").run, state.gns.close)
     with raise_on_all_ranks(world_size=info.world_size):
-        sets = eval_sets(plan, info, device, has_state=bool(state.ledgers))
+        sets = eval_sets(plan, info, device, state.model)
         auxiliary = make_auxiliary(plan.config.objective, state.model, plan.parts)
         if found is None:
             if plan.config.model.weights is not None:

@@ -247,7 +247,7 @@ def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for
     by_depth = [micro.carry.cell_index[(micro.targets != -100).any(1).numpy()] for micro in alone.batches(None)]
     cells = np.concatenate(by_depth)
     assert 0.7 * 240 < len(cells) + np.count_nonzero(cells) < 1.1 * 240
-    (once,) = eval_sets(dear, RankInfo(), CPU, has_state=False)
+    (once,) = eval_sets(dear, RankInfo(), CPU, type("Bare", (), {"state_width": 0}))
     assert 0.7 * 240 < sum(int((micro.targets != -100).any(1).sum()) for micro in once.batches(None)) < 1.1 * 240
     (twice,) = eval_sets(plan_of(tmp_path, "eval.every=200", "train.ema=0.9", long), RankInfo(), CPU)
     by_depth = [micro.carry.cell_index[(micro.targets != -100).any(1).numpy()] for micro in twice.batches(None)]

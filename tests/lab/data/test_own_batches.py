@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.in_process import plan_of
+from tests.support.runs import write_tiny_config
 from trainer.data.blend import BlendDataset, BlendSource
 from trainer.data.loader import Loader, take_apart
 from trainer.data.weights import ConstantWeight
+from trainer.distributed.env import RankInfo
 from trainer.errors import UserError
 from trainer.lab.own_batches import OwnBatches
+from trainer.tools.read_step import Origin, read_step
+from trainer.training.build import make_blend
+from trainer.training.evaluator import eval_sets
 
 
 class OneBuffer:
     """Fills the same arrays, and the same dict, for each batch, and counts in the object that it gives as its state."""
-
-    metric_keys = ("my/thing",)
 
     def __init__(self, kind=np.asarray):
         self.state = {"next": 0}
@@ -37,9 +41,6 @@ class OneBuffer:
     def load_state_dict(self, state):
         self.state = dict(state)
 
-    def drain_step_metrics(self):
-        return {"my/thing": 1.0}
-
 
 def loaded(dataset):
     own = OwnBatches(dataset, vocab_size=256, key="own")
@@ -53,16 +54,7 @@ def test_batches_and_states_survive_what_is_read_ahead_of_a_data_set_with_one_bu
     batches = loaded(OneBuffer(kind))
     assert [int(each.inputs["tokens"][0, 0]) for each in batches] == list(range(20))
     assert [each.state["sources"][0]["next"] for each in batches] == list(range(1, 21))
-
-
-def test_what_a_data_set_offers_beside_its_batches_is_its_own():
-    own, plain = (OwnBatches(each, vocab_size=256, key="own") for each in (OneBuffer(), []))
-    assert own.metric_keys == ("my/thing",)
-    assert own.drain_step_metrics() == {"my/thing": 1.0}
-    own.load_state_dict({"next": 7})
-    assert own.state_dict() == {"next": 7}
-    assert not hasattr(plain, "state_dict")
-    assert not hasattr(plain, "metric_keys")
+    assert not hasattr(OwnBatches([], vocab_size=256, key="own"), "state_dict")
 
 
 def good(**changed):
@@ -143,6 +135,20 @@ def test_what_a_model_takes_arrives_as_tensors_and_what_it_needs_must_be_there()
             list(OwnBatches([numbers, wrong], model=OfFeatures(), **how))
     with pytest.raises(UserError, match=r"has targets \[6\]"):
         next(iter(OwnBatches([{**numbers, "targets": np.ones(6)}], **how)))
+
+
+def odd(**_):
+    return [good(dataset_labels=["one"], instability_meta_json='{"rows": [["a"]], "cell_indices": [1]}')]
+
+
+def test_whatever_a_data_set_says_its_rows_have_its_name_and_a_model_that_it_does_not_fit_is_refused(tmp_path):
+    own = f"target='{__name__}:odd'"
+    sources = f"data.source=[{{name='s', {own}}}]", f"eval={{every=9, source=[{{name='v', {own}}}]}}"
+    plan = plan_of(write_tiny_config(tmp_path), *sources)
+    rows = read_step(Origin(plan, 0, [make_blend(plan, RankInfo())]), 1, with_text=True)
+    assert [(row["tokens"], row["source"], row["documents"]) for row in rows] == [(3, "s", None)] * 2
+    with pytest.raises(UserError, match=r"eval source v: .*:odd: cannot call the model with state, tokens"):
+        eval_sets(plan, RankInfo(), torch.device("cpu"), OfFeatures())
 
 
 def batch(**more):

@@ -195,6 +195,9 @@ def test_once_a_full_disk_has_room_the_tokens_are_made_and_then_kept_until_a_fil
     files = once()
     made = [path.stat().st_mtime_ns for path in files]
     assert once() == files
+    with monkeypatch.context() as patch:  # another user's, which this one may only read
+        patch.setattr(tokenized, "open_plain", write_index)
+        assert once() == files
     assert [path.stat().st_mtime_ns for path in files] == made
     (source / "text" / "code" / "a.md").write_text("another one")
     assert not set(once()) & set(files)

@@ -249,13 +249,10 @@ def test_no_space_is_lost_after_the_prompt_or_between_tokens(kind, tmp_path):
         assert tokenizer.decode(prompt) + "".join(pieces_of(tokenizer, ids[cut:], [tokenizer.bos_id, *prompt])) == text
 
 
-def test_ids_are_written_as_numbers_and_prompts_of_ids_are_read():
+def test_ids_are_written_as_numbers_and_a_prompt_that_is_no_text_or_no_ids_is_refused(gpt2):
     assert "".join(pieces_of(IdsTokenizer(50), [3, 4], [50, 7, 49])) == " 3 4"
     assert prompt_ids(IdsTokenizer(50), "7 49", "--prompt") == [50, 7, 49]
     assert prompt_ids(BytesTokenizer(), "ab", "--prompt") == [256, 97, 98]
-
-
-def test_a_prompt_that_is_no_text_or_no_ids_is_refused(gpt2):
     no_ids, no_text = [(IdsTokenizer(50), "7 50"), (IdsTokenizer(50), "seven")], "caf\udce9"
     for tokenizer, prompt in [*no_ids, (BytesTokenizer(), no_text), (gpt2, no_text)]:
         with pytest.raises(UserError, match="--prompt: "):

@@ -83,9 +83,10 @@ def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
     weights = (*FULL_ROWS, BY_BATCH, "data.source.second.weight=3")
     at_step_1 = "data.source.second.weight={schedule='step', unit='step', points={0=9, 1=3}}"
     uneven = [BY_BATCH, at_step_1, "data.mixing.batching_mode=device_per_stream"]
-    uneven += ["data.source.second.mixing.batch_size=2"]
-    for align, cell in (("stream", 1), ("document", load_config(config).data.seq_len), ("", 16)):
-        full = checked(config, capsys, *((*weights, f'data.align="{align}"') if align else uneven)).stdout
+    grown = "train.micro_batches={schedule='step', points={0=1, 10=2}}"
+    for align, cell, single in (("stream", 1, 9), ("document", load_config(config).data.seq_len, 0), ("", 16, 0)):
+        sets = (*weights, f'data.align="{align}"') if align else uneven
+        full = checked(config, capsys, *sets, *[grown] * bool(single)).stdout
         assert not align or re.search(f"capacity_to_change_ranks = 32\n(#.*\n)+#   align = {align}: ", full)
         named = re.findall(r"source (\w+): .*; ([\d.]+)% of what is read, an epoch takes ([\d,]+) steps$", full, re.M)
         assert [(name, share) for name, share, _ in named] == [("first", "25.0"), ("second", "75.0")]
@@ -93,8 +94,8 @@ def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
             files = (config.parent / "corpus" / {"first": "a", "second": "b"}[name]).glob("*.jsonl")
             sizes = [len(json.loads(line)["text"]) for path in files for line in path.read_text().splitlines()]
             positions = sum(-(-size // cell) * cell for size in sizes)  # with padding behind a document
-            per_step = float(share) / 100 * (128 if align or name == "first" else 64)
-            assert float(steps.replace(",", "")) == pytest.approx(positions / per_step, abs=0.6)
+            batches = 100 / float(share) * positions / (64 if align or name == "first" else 32)
+            assert float(steps.replace(",", "")) == pytest.approx(single + (batches - single) / 2, abs=0.6)
     own = ("model.target=tests.support.models:DropoutModel", "model.contract=false")
     padded = checked(config, capsys, *FULL_ROWS, *own)
     assert "document: each begins a row, since DropoutModel does not declare resets_in_one_pass" in padded.stdout

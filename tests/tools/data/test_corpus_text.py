@@ -77,7 +77,7 @@ def test_a_directory_is_a_stream_and_a_file_a_document_and_what_is_no_text_is_li
         ("../x", "**/*.txt", "is not a plain name"),
         ("x", "a", r"/a/\*\*/\*'"),
         ("x", "*.zip", "matches no file"),
-        ("x", "x*", "nothing in 2 files can be used: x/x.jsonl: no plain text: .jsonl, x/x.parquet: no plain"),
+        ("x", "x*", "none of 2 files outside .*/out is usable: x/x.jsonl: no plain text: .jsonl, x/x.parquet: no"),
     ],
 )
 def test_what_no_corpus_can_be_built_of_is_refused(name, glob, message, files, tmp_path):
@@ -86,6 +86,8 @@ def test_what_no_corpus_can_be_built_of_is_refused(name, glob, message, files, t
     with pytest.raises(UserError, match=message):
         build_text(tmp_path / "out", {name: [f"{files}/{glob}"]})
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"none of 0 files outside .*/in is usable: all lie in it"):
+        build_text(files, {"x": [f"{files}/a/*.txt"]}, force=True)
 
 
 def test_another_corpus_is_replaced_only_by_force_and_what_is_none_of_it_is_not_lost(files, tmp_path, monkeypatch):

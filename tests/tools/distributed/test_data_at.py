@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.core.distributed.test_data_shards import EXTRA as EVERY_FOURTH
 from tests.support.runs import FULL_ROWS, train, write_tiny_config
-from trainer.tools.read_step import _rows_of
 from trainer.training.extension import Extension
 
 pytestmark = pytest.mark.distributed
@@ -87,14 +85,6 @@ def test_the_rows_are_those_that_the_step_has_read(config, tmp_path, verb, case)
     beyond = verb("data", "at", tmp_path / "run", 99, "--trust-code").stderr
     assert ("trained 8 steps on record" in beyond) == (case == "from the start")
     assert f"document {with_text[0]['documents'][0]['document']}: " in shown
-
-
-@pytest.mark.parametrize("said", ['{"rows": [17]}', "5", "batch 3"])
-def test_rows_of_a_data_set_of_the_users_own_have_what_it_says(said):
-    batch = {"targets": np.array([[1, 2], [3, -100]]), "dataset_labels": ["own", "own"]}
-    own = {"source": "own", "stream": None, "documents": None, "cell": None}
-    assert list(_rows_of(batch)) == list(_rows_of({**batch, "instability_meta_json": said}))
-    assert list(_rows_of(batch)) == [{"row": 0, "tokens": 2, **own}, {"row": 1, "tokens": 1, **own}]
 
 
 def test_what_cannot_be_read_is_refused(tmp_path, verb):

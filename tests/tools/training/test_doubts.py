@@ -125,13 +125,17 @@ def test_a_file_that_two_sources_name_differently_leaks_held_out_documents_and_i
     second = f'data.source=[{{name="x", root="{config.parent}/corpus"}}, {{name="y", paths=["{path}"]}}]'
     others = ("data.mixing.batch_size_by_modality={}", second, "ledger.capacity=4096")
     plan_of(config, *others, "eval.holdout_fraction=0.1")
-    assert f"eval.holdout_fraction: 1 file under several names, such as a/{path.name} (source x) and" in caplog.text
+    assert f"eval.holdout_fraction: 1 file in several ways, such as a/{path.name} (source x) and" in caplog.text
     caplog.clear()
     plan_of(config, *others)
     plan_of(
         config, others[0], second.replace(f'paths=["{path}"]', f'root="{config.parent}/corpus"'), "ledger.capacity=4096"
     )
-    assert "several names" not in caplog.text
+    assert "several ways" not in caplog.text
+    blocks = second.replace(f'paths=["{path}"]', f'root="{config.parent}/corpus", text_split="blank_line"')
+    (config.parent / "corpus" / "a" / "b.txt").write_text("one\n\ntwo")
+    plan_of(config, *others, blocks, "eval.holdout_fraction=0.1")
+    assert "1 file in several ways, such as a/b.txt (source x) and a/b.txt (source y)" in caplog.text
 
 
 def test_modalities_that_no_source_reads_are_said(config, tmp_path, caplog):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option, Typer
@@ -98,14 +99,13 @@ def _source(source: Source) -> dict[str, Any]:
 
 def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[str, dict[str, Any]]:
     """The sources: shares at the beginning, and steps of an epoch in full or padded rows."""
-    from trainer.config.rules import largest_batch, mixing_of, reads_lanes
+    from trainer.config.rules import mixing_of, reads_lanes
+    from trainer.data.groups import file_bytes
     from trainer.data.weights import positions
 
     of_unit = {unit: positions(unit, 0, plan.config.micro_batches) for unit in ("batch", "step")}
     weights = [source.weight.evaluate(of_unit[source.weight.unit]) for source in plan.sources]
     facts = {}
-    tables = [each.table for each in plan.sources if each.table.target is None]
-    most = max((largest_batch(mixing_of(plan.config, table)) for table in tables), default=1)
     for source, weight in zip(plan.sources, weights, strict=True):
         share = weight / sum(weights)
         own = facts[source.name] = {**_source(source), "share": share}
@@ -115,8 +115,12 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
             total = own["positions"] or own["tokens"]
             if share and total:
                 per_micro = float(plan.facts.tokens_per_micro)
-                if not reads_lanes(plan.config):  # shares are of micro-batches
-                    per_micro *= largest_batch(mixing_of(plan.config, source.table)) / most
+                if not reads_lanes(plan.config):  # shares are of micro-batches of one modality
+                    mixing = mixing_of(plan.config, source.table)
+                    sizes = mixing.batch_size_by_modality
+                    rows = [sizes.get(each.modality, mixing.batch_size) for each in source.streams]
+                    mean = harmonic_mean(rows, [*map(file_bytes, source.streams)])
+                    per_micro = mean * plan.facts.data_shards * plan.config.data.seq_len * plan.config.data.values
                 batches, micros = total / (share * per_micro), plan.config.micro_batches
                 last = micros.step_of(int(batches))
                 own["steps_per_epoch"] = last - 1 + (batches - micros.batches_before(last)) / micros.at(last)
@@ -263,10 +267,7 @@ def init(
     paths: Annotated[list[str], Argument(help="A directory, files or globs.", metavar="PATH_TO_DATA...")],
     out: Annotated[str | None, Option(help="File to write; default: stdout.", metavar="X.TOML")] = None,
     force: shared.ForceOption = False,
-    tokenizer: Annotated[
-        str | None,
-        Option(help="As data.tokenizer; default: bytes, or ids.", metavar="NAME"),
-    ] = None,
+    tokenizer: Annotated[str | None, Option(help="As data.tokenizer; default: bytes, or ids.", metavar="NAME")] = None,
     format: shared.FormatOption = "auto",
     dtype: Annotated[str | None, Option(help="Of headerless .bin files.", metavar="DTYPE")] = None,
     eod: shared.EodOption = None,

@@ -87,7 +87,7 @@ def tokenize(config: ConfigOption = None, settings: SetOption = None) -> None:
     for source in (*plan.sources, *plan.eval_sources):
         found = tokenize_source(plan, source, RankInfo())
         is_slow |= bool(found)
-        what = "too little to tokenize ahead"
+        what = "nothing, or too little, to tokenize ahead"
         if found:
             what = f"tokens of {counted(len(found), 'file')} in {Path(next(iter(found.values()))).parent}"
         echo(f"source {source.name}: {what}", err=True)
