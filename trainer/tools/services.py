@@ -161,6 +161,7 @@ class WandbSink:
         settings |= dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), TIMEOUT_SEC)
         # Older releases of wandb lack some of the settings.
         silent = wandb.Settings(**{key: settings[key] for key in settings.keys() & wandb.Settings.model_fields})
+        messages.disabled = False  # as an earlier run of this process may have left it
         wandb.setup()
         wandb.termsetup(silent, messages)
         begin = partial(
