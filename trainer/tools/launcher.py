@@ -22,7 +22,8 @@ KILL_AFTER_SEC = 30.0  # of ranks that are still running after one has failed
 
 
 def launch_ranks(nproc: int) -> int:
-    """Run this command line on `nproc` ranks; returns the exit code of the first that failed, or 0.
+    """Run this command line on `nproc` ranks. Returns the exit code of the first that failed, 1 if a
+    signal ended it; or 0.
 
     The signals that stop a run are passed on. Once a rank has failed, the others are asked to stop,
     and killed after `KILL_AFTER_SEC`. Raises UserError: under torchrun.
@@ -53,7 +54,7 @@ def launch_ranks(nproc: int) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks, and end them once one has failed. Returns its exit code, or 0."""
+    """Wait for all ranks, and end them once one has failed. Returns as `launch_ranks`."""
     codes: list[int | None] = [None]
     code, kill_at = 0, math.inf
     while None in codes:

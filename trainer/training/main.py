@@ -43,8 +43,8 @@ class RunFailed(Exception):
 def train(config: RunConfig, launch: Launch) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
-    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a
-    step. A UserError comes on every rank alike.
+    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped without one.
+    Raises UserError, perhaps on several ranks: its `speaker`, if it has one, is to say it.
     """
     stop = launch.stop
     # `last` waits for uploads, when no rank waits for this one any more.
@@ -54,12 +54,12 @@ def train(config: RunConfig, launch: Launch) -> int:
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
+        if device.type != "cuda":
+            raise_found(needs_of_cuda(config.train))
         plan = _with_tokens(make_plan(config, info.world_size, parts=launch.parts), info, launch)
         if plan is None:
             logger.warning("stopped while text was tokenized; the same command continues")
             return EXIT_FAILED
-        if device.type != "cuda":
-            raise_found(needs_of_cuda(config.train))
         timeout = config.distributed.timeout_sec
         group = process_group(info, timeout_sec=timeout, device=device, is_stopped=lambda: stop.requested)
         try:
@@ -81,6 +81,8 @@ def train(config: RunConfig, launch: Launch) -> int:
             if not (isinstance(error, GroupError) or is_of_a_collective(error)):
                 raise
             text = "rank %d: another rank has ended or does not answer, see its messages (here: %s)"
+            if stop.requested and isinstance(error, GroupError):
+                text = "rank %d: stopped while the ranks started (%s)"
             every_rank_logger.error(text, info.rank, shorten(str(error), 150))
             return EXIT_FAILED
 
@@ -100,7 +102,7 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
 
 @contextmanager
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
-    """Turn `sys.exit` and any other `BaseException` into an `UnexpectedExit`.
+    """Turn `sys.exit`, and what else is no `Exception`, into an `UnexpectedExit`.
 
     The message of an exit says `when` in the run it came, as ` after step 7`.
     """
