@@ -202,7 +202,7 @@ def check_reading(
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
         table = source.table
-        given = {name: getattr(table, name) for name in ("dtype", "eod", "text_split", "column", "loss_mask")}
+        given = {key: getattr(table, key) for key in ("dtype", "eod", "text_split", "column", "loss_mask")}
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
@@ -269,13 +269,15 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
     sources = [source for source in sources if source.table.target is None]
     if not sources or any(source.is_off for source in sources):
         return
-    asked = {*config.data.mixing.batch_size_by_modality}
-    asked |= {name for source in sources for name in source.table.mixing.batch_size_by_modality or {}}
     known = {stream.modality for source in sources for stream in source.streams}
-    if asked - known:
-        unknown, there = (", ".join(map(repr, sorted(names))) for names in (asked - known, known))
-        problem = f"no stream has the modality {unknown}; there are {there or 'none'}"
-        raise UserError("data.mixing.batch_size_by_modality", problem, "remove it, or name one that exists")
+    asked = {"data.mixing.": config.data.mixing.batch_size_by_modality}
+    for source in sources:
+        asked[f"source {source.name}: mixing."] = source.table.mixing.batch_size_by_modality or {}
+    for table, sizes in asked.items():
+        if sizes.keys() - known:
+            unknown, there = (", ".join(map(repr, sorted(names))) for names in (sizes.keys() - known, known))
+            problem = f"no stream has the modality {unknown}; there are {there or 'none'}"
+            raise UserError(f"{table}batch_size_by_modality", problem, "remove it, or name one that exists")
 
 
 def build_model(

@@ -47,9 +47,7 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 place = printable(str(error.filename or given or plan.config.run.dir))
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
-    answer: Any = None
-    if placed is not None:  # without the uploads, which rank 0 alone holds
-        answer = placed[0].path, placed[1]
+    answer: Any = placed and (placed[0].path, placed[1])  # rank 0 alone holds the uploads
     path, found = from_main_rank(answer, world_size=info.world_size)
     return placed or (RunDir(path), found, None)
 
@@ -83,7 +81,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
             text = "--resume auto: %s was at step %d and has no checkpoint; starting at step 0"
             logger.warning(text, run_dir.path, reached)
         else:
-            logger.info("--resume auto: no checkpoint found; starting at step 0")
+            logger.info("--resume auto: no checkpoint in %s; starting at step 0", run_dir.path)
     elif found is not None:  # before the data are compared, which another tokenizer changes
         with checkpoint.loading(found[0], "config"):
             check_config(found[1]["config"], config)
