@@ -196,14 +196,10 @@ class Replicated(Strategy):
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""
-        context: AbstractContextManager[object] = nullcontext()
-        device_ids = None
-        if self.stream is not None:
-            context, device_ids = torch.cuda.stream(self.stream), [self._device]
-        with context:
+        with torch.cuda.stream(self.stream):  # of None: no other than now
             self._ddp = DistributedDataParallel(
                 row_model,
-                device_ids=device_ids,
+                device_ids=self.stream and [self._device],
                 gradient_as_bucket_view=True,  # otherwise every gradient is held twice
                 find_unused_parameters=self._options.find_unused_parameters,
             )

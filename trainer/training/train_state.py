@@ -54,8 +54,7 @@ class TrainState:
         """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
         first = self.shards[0].number  # shards of a rank are neighbours
         found: list[tuple[str, int, Reporter]] = []
-        for number, ledger in self.ledgers.items():
-            found.append(("ledger metrics", number - first, ledger))
+        found += [("ledger metrics", number - first, ledger) for number, ledger in self.ledgers.items()]
         if self.gns is not None:
             found.append(("gns", 0, self.gns))
         return found
@@ -74,7 +73,7 @@ class Position:
     data_states: list[Any]
     """Of this rank's data shards, after the last batch of the last finished step."""
     unlogged: list[Recorder]
-    """The counts of each since the last logged step; the first also has those of the host."""
+    """The counts of each since the last logged step; the first also has those of the rank."""
     step: int = 0  # last finished step
     last_step: int | None = None
     """The run's last step; None: not known yet, the run's length is in tokens."""
