@@ -70,7 +70,7 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
 
 @contextmanager
 def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> Iterator[None]:
-    """Around a call of the user's code, or a use of their file: any exception is a UserError."""
+    """Around a call of the user's code, or a use of their file: any `Exception` is a UserError."""
     try:
         yield
     except UserError:

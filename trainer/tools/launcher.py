@@ -34,7 +34,7 @@ def launch_ranks(nproc: int) -> int:
     echo(f"starting {counted(nproc, 'rank')}", err=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environ = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
+    environ = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)), **os.environ}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), IS_LAUNCHED: "1"}
     environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     command = [sys.executable, "-u", str(PROGRAM), *sys.argv[1:]]

@@ -112,10 +112,10 @@ def model_and_loss(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     A UserError if a custom loss cannot be made, or if the model does more to its logits than an
     output layer: with `chunk_tokens`, this is tried on the `device`.
     """
-    table, own, key = plan.config.objective, None, "objective.target"
+    table, own = plan.config.objective, None
     if table.target is not None:
-        with users_code(key):
-            own = own_loss(table.target, table.args, key)()
+        with users_code("objective.target"):
+            own = own_loss(table.target, table.args)()
             trained = own.to(device).parameters() if isinstance(own, nn.Module) else ()
             if any(each.requires_grad for each in trained):
                 name = type(own).__name__

@@ -128,7 +128,7 @@ def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) ->
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
     if config.objective.target is not None:
-        own_loss(config.objective.target, config.objective.args, "objective.target")
+        own_loss(config.objective.target, config.objective.args)
     plan = Plan(config, sources, tokenizer, facts, eval_sources, parts)
     if parts.messages is not None:
         parts.messages.planned(plan)
@@ -319,10 +319,10 @@ def build_model(
     return built
 
 
-def own_loss(target: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """A custom function with its arguments. A UserError if it does not take them."""
-    function = resolve_target(target, key)
-    refuse_arguments(function, target, args, key=key)
+def own_loss(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """What makes the loss of the user's own, with its arguments. A UserError if it does not take them."""
+    function = resolve_target(target, "objective.target")
+    refuse_arguments(function, target, args, key="objective.target")
     return partial(function, **args)
 
 

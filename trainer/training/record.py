@@ -89,7 +89,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
 
 
 def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
-    """Make and lock the run's directory."""
+    """Make and lock the run's directory, if this process has not locked it."""
     if run_dir.owned is None:
         run_dir.claim()
         stack.enter_context(run_dir.lock(plan.config.distributed.timeout_sec))
@@ -238,6 +238,8 @@ def changed_settings(
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
+    if config.train.tokens:  # the steps are a forecast, by the number of ranks
+        unchanged |= {"train.steps"}
     found = {key: (before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
     return {key: (was, then) for key, (was, then) in found.items() if was != then}
 
