@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, relative_paths
+from trainer.wording import message_of
 
 # Run by another Python, this is `train` of this installation, wherever it is started.
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
@@ -63,7 +64,7 @@ def place_of(error: BaseException) -> str:
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`; `otherwise`: outside user code."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     told = f": {' '.join(text.split())}" * bool(text)
     return f"{type(error).__name__}{told}{place_of(error) or otherwise}"
 

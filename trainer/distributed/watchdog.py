@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trainer.distributed.env import RankInfo
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
 from trainer.files import open_descriptor
-from trainer.wording import error_text
+from trainer.wording import error_text, message_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -273,8 +273,8 @@ class Watchdog:
 
 def is_of_a_collective(error: Exception) -> bool:
     """Whether the process group raised the error, whose cause is then usually on another rank."""
-    is_of_gloo = isinstance(error, RuntimeError) and re.search(r"\bgloo\b|Gloo", str(error)) is not None
-    return is_of_gloo or isinstance(error, dist.DistError)
+    is_of_gloo = re.search(r"\bgloo\b|Gloo", message_of(error)) is not None
+    return isinstance(error, dist.DistError) or (is_of_gloo and isinstance(error, RuntimeError))
 
 
 def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **options: Any) -> Watchdog:
