@@ -69,7 +69,7 @@ class StopRequest:
         self.on_end: Callable[[str], object] = str
         """Called with the reason before the process is ended without waiting."""
         self.signal_name: str | None = None
-        self.is_muted = False  # no request is logged: the run ends by itself, and torchrun ends other ranks
+        self.is_muted = False  # logs no request: the run ends by itself, and torchrun ends other ranks
 
     def install(self) -> bool:
         """Handle the stop signals of this process, from its main thread. False: it does already."""

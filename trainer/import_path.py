@@ -81,7 +81,7 @@ def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> I
 
 
 def with_own(given: Mapping[str, Any], args: Mapping[str, Any], key: str, fix: str = "leave it out") -> dict[str, Any]:
-    """What the run gives to a function of the user's, with their `args`, which must not replace it."""
+    """What the run gives to a user's function, with their `args`, which must not replace it."""
     if twice := ", ".join(sorted(given.keys() & args.keys())):
         raise UserError(key, f"names {twice}, which the run gives itself", fix)
     return {**given, **args}
@@ -92,7 +92,7 @@ def refuse_arguments(
 ) -> None:
     """Refuse keyword arguments that a function does not take, if it shows its signature."""
     try:
-        with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when it is called
+        with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when called
             inspect.signature(function).bind(**given)
     except TypeError as error:
         problem = f"cannot call {name} with {', '.join(given) or 'no arguments'}: {error}"

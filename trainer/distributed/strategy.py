@@ -55,7 +55,7 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """The layout by `fully_shard`, and the group that averages gradients, if one has just these ranks.
+    """The layout by `fully_shard`, and the group that averages gradients, if one has these ranks.
 
     A ValueError for another layout; its text completes "not possible with".
     """

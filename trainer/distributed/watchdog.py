@@ -19,11 +19,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -42,8 +41,7 @@ HANG_KEY = "hang"
 DATA = "data"  # the phase in which a message says what is read
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """The last message of a rank."""
 
     collectives: int  # entered since the process group began
@@ -204,7 +202,7 @@ class Watchdog:
         return Heartbeat(collectives, activity, stayed, idle)
 
     def _exchange(self, beat: Heartbeat) -> bool:
-        self._store.set(f"rank_{self._info.rank}", json.dumps([self._time, *astuple(beat)]))
+        self._store.set(f"rank_{self._info.rank}", json.dumps([self._time, *beat]))
         hang = None
         if self._info.is_main:
             hang = find_hang(self._heartbeats(range(self._info.world_size)), limit_sec=self._limit)
@@ -218,7 +216,7 @@ class Watchdog:
         return True
 
     def _heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """The last heartbeat of each rank, with its silence; None before the first and after the end."""
+        """The last heartbeat of each rank, with its silence; None before its first and after its end."""
         keys = [f"rank_{rank}" for rank in ranks]
         if self._store.check(keys):
             texts = [value.decode() for value in self._store.multi_get(keys)]
@@ -231,7 +229,7 @@ class Watchdog:
             beat, silent = None, self._time - self._heard[rank][1]
             if text:
                 beat = Heartbeat(*json.loads(text)[1:])
-                beat = replace(beat, stayed_sec=beat.stayed_sec + silent, idle_sec=beat.idle_sec + silent)
+                beat = beat._replace(stayed_sec=beat.stayed_sec + silent, idle_sec=beat.idle_sec + silent)
             found.append(beat)
         return found
 

@@ -22,8 +22,7 @@ KILL_AFTER_SEC = 30.0  # of ranks that are still running after one has failed
 
 
 def launch_ranks(nproc: int) -> int:
-    """Run this command line on `nproc` ranks. Returns the exit code of the first that failed, 1 if a
-    signal ended it; or 0.
+    """Run this command line on `nproc` ranks. Returns the first failure's code (a signal: 1), or 0.
 
     The signals that stop a run are passed on. Once a rank has failed, the others are asked to stop,
     and killed after `KILL_AFTER_SEC`. Raises UserError: under torchrun.

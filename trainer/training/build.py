@@ -155,7 +155,7 @@ def state_bytes(table: LedgerTable, state_width: int) -> int:
 class Lanes(NamedTuple):
     """The lanes of full rows."""
 
-    sets: dict[int, int]  # of B lanes each, by the micro-batches of a step; empty: rows are not full
+    sets: dict[int, int]  # of B lanes, by the micro-batches of a step; empty: rows are not full
     reason: str = ""  # why there are no more
     documents: float = 0.0  # to draw from; see `documents_drawn_from`
 
@@ -216,8 +216,7 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
 
 
 def recorded_sets(plan: Plan, saved: Mapping[str, Any]) -> dict[int, int]:
-    """The sets of lanes of a checkpoint, by its state.json; {} if that is empty, or was made with
-    other settings.
+    """The sets of lanes by a checkpoint's state.json; {} if it is empty, or of other settings.
 
     Another machine has another memory, and may open other numbers of files: it must not count anew.
     """
@@ -232,7 +231,7 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _largest_shares(weights: Sequence[ScheduledWeight], micro_batches: MicroBatches) -> list[float]:
-    """The largest share that each source has at any point of a schedule, or before its jump there."""
+    """The largest share of each source at any point of a schedule, or before its jump there."""
     points = [(each.unit, x) for each in weights for x in each.points]
     found = {x for unit, x in points if unit == "batch"}
     found |= {micro_batches.batches_before(max(x, 1)) for unit, x in points if unit == "step"}

@@ -116,10 +116,7 @@ def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
 
 
 def run_recorded(run: Run) -> int:
-    """Run the loop; status.json records how it ends. Returns the exit code, see `train`.
-
-    A RunFailed after an unexpected error.
-    """
+    """Run the loop; status.json says how it ends. Returns the exit code; RunFailed: see there."""
     view, messages = run.view, run.view.plan.parts.messages
     reason, state, code = "", "failed", EXIT_FAILED
     try:

@@ -127,8 +127,7 @@ def open_run(
 def build(
     plan: Plan, run_dir: RunDir, found: Found | None, info: RankInfo, device: torch.device, stack: ExitStack
 ) -> tuple[RunView, Sequence[EvalSet]]:
-    """Make the parts that have a state, and restore it from the checkpoint that was `found`; and
-    what evaluations read."""
+    """Make what has a state, restored if a checkpoint was `found`; and what evaluations read."""
     # The same lanes on all ranks, whatever their hosts: a checkpoint has those of rank 0.
     own = memory_of(device), allow_open_files()
     limits = gather_from_ranks(own, world_size=info.world_size)
@@ -363,14 +362,14 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
 
 
 def _end_if_over(view: RunView) -> bool:
-    """Note the last step, where it is known. Whether it is done, which status.json then says,
-    unless it says that the run failed."""
+    """Note the last step, if known. Whether it is done, which status.json then says, if there is one
+    that does not say `failed`."""
     run_dir, position, length, unit = view.run_dir, view.position, view.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
         position.last_step = position.step
-    if position.last_step is None or position.step < position.last_step or position.evaluation_is_due:
+    if position.evaluation_is_due or position.last_step is None or position.step < position.last_step:
         return False
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
     logger.info(text, run_dir.path, position.step, unit, length.total)

@@ -1,4 +1,4 @@
-"""The plan of a run, before the process group starts: sources, checks, and how its model is built."""
+"""The plan of a run, before the process group starts: sources, checks, how its model is built."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Plan:
     facts: Facts
     eval_sources: Sequence[Source] = ()  # the validation sets of `[[eval.source]]`
     parts: Parts = NO_PARTS  # the parts that a run may have beyond the core
-    recorded_sets: Mapping[int, int] = field(default_factory=dict)
-    """Those of the checkpoint that is resumed; see `recorded_sets`."""
+    recorded_sets: Mapping[int, int] = field(default_factory=dict)  # of the checkpoint, see `build`
     limits: tuple[int, int] | None = None  # memory, open files: the least of any rank
 
     @property
@@ -320,7 +319,7 @@ def build_model(
 
 
 def own_loss(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-    """What makes the loss of the user's own, with its arguments. A UserError if it does not take them."""
+    """What makes a loss of the user's own, with its arguments. A UserError if it takes others."""
     function = resolve_target(target, "objective.target")
     refuse_arguments(function, target, args, key="objective.target")
     return partial(function, **args)

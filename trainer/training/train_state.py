@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: the parts of a run that have a state, its position, their tensors."""
+"""What a checkpoint holds: the parts of a run that have a state, its position, their tensors."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ class TrainState:
 class Position:
     """Where a run is, and its counts on the way."""
 
-    data_states: list[Any]
-    """Of this rank's data shards, after the last batch of the last finished step."""
+    data_states: list[Any]  # of this rank's data shards, behind the last finished step
     unlogged: list[Recorder]
     """The counts of each since the last logged step; the first also has those of the rank."""
     step: int = 0  # last finished step
@@ -85,8 +84,7 @@ class Position:
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
     untrained_steps: int = 0  # of this launch, without a token to train
-    last_eval: tuple[int, dict[str, float]] | None = None
-    """The step of the last evaluation, and its numbers."""
+    last_eval: tuple[int, dict[str, float]] | None = None  # its step and its numbers
     must_save: bool = False
     """A save is due, on all ranks alike: the next step is saved before another starts."""
 
