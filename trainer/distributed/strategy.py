@@ -196,7 +196,10 @@ class Replicated(Strategy):
 
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""
-        with torch.cuda.stream(self.stream):  # of None: no other than now
+        context: AbstractContextManager[object] = nullcontext()
+        if self.stream is not None:  # of None, torch's would begin CUDA all the same
+            context = torch.cuda.stream(self.stream)
+        with context:
             self._ddp = DistributedDataParallel(
                 row_model,
                 device_ids=self.stream and [self._device],

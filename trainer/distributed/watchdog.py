@@ -133,8 +133,7 @@ class Watchdog:
         self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))
 
     def explain(self, error: Exception) -> str:
-        """Why the run failed: `error`, which is also told to the other ranks, or the failure of another
-        rank, for which it waits a few intervals."""
+        """Why it failed: `error`, which the others are told; or theirs, awaited for a few intervals."""
         own = error_text(error)
         if not is_of_a_collective(error):
             self.tell(own)
