@@ -146,9 +146,7 @@ def count_step(kind: str) -> dict[str, int]:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(ROOT))
     from trainer.cli.main import main
-    from trainer.training.run_dir import RunDir
 
-    setattr(RunDir, "keep_status", lambda *_, **__: None)  # noqa: B010 - it goes by the clock
     with tempfile.TemporaryDirectory() as name:
         for modality in ("prose", "python", "cpp"):
             folder = Path(name) / "corpus" / modality

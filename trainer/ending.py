@@ -49,7 +49,7 @@ def end_process(code: int, last_words: Callable[[], object] = lambda: None) -> N
 
 
 def within(seconds: float, action: Callable[[], object]) -> bool:
-    """Do it, but wait for it no longer than that; whether it is done."""
+    """Do it, but wait for it no longer than that; whether it has ended."""
     thread = threading.Thread(target=action, name="ending", daemon=True)
     with suppress(RuntimeError):  # the interpreter is shutting down, and starts no thread
         thread.start()
@@ -59,7 +59,7 @@ def within(seconds: float, action: Callable[[], object]) -> bool:
 
 
 class StopRequest:
-    """A request to stop this process; a second one stops it at once."""
+    """A request to stop this process; a second one, after `SAME_REQUEST_SEC`, ends it at once."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -69,7 +69,7 @@ class StopRequest:
         self.on_end: Callable[[str], object] = str
         """Called with the reason before the process is ended without waiting."""
         self.signal_name: str | None = None
-        self.is_muted = False  # no request is logged: the run ends by itself, and torchrun ends other ranks
+        self.is_muted = False  # logs no request: the run ends by itself, and torchrun ends other ranks
 
     def install(self) -> bool:
         """Handle the stop signals of this process, from its main thread. False: it does already."""

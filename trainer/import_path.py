@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, relative_paths
+from trainer.wording import message_of
 
 # Run by another Python, this is `train` of this installation, wherever it is started.
 PROGRAM = Path(__file__).resolve().with_name("__main__.py")
@@ -63,14 +64,14 @@ def place_of(error: BaseException) -> str:
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`; `otherwise`: outside user code."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = error.msg if isinstance(error, SyntaxError) else message_of(error)
     told = f": {' '.join(text.split())}" * bool(text)
     return f"{type(error).__name__}{told}{place_of(error) or otherwise}"
 
 
 @contextmanager
 def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> Iterator[None]:
-    """Around a call of the user's code, or a use of their file: any exception is a UserError."""
+    """Around a call of the user's code, or a use of their file: any `Exception` is a UserError."""
     try:
         yield
     except UserError:
@@ -80,7 +81,7 @@ def users_code(key: str, problem: str = "fails", fix: str = "fix it there") -> I
 
 
 def with_own(given: Mapping[str, Any], args: Mapping[str, Any], key: str, fix: str = "leave it out") -> dict[str, Any]:
-    """What the run gives to a function of the user's, with their `args`, which must not replace it."""
+    """What the run gives to a user's function, with their `args`, which must not replace it."""
     if twice := ", ".join(sorted(given.keys() & args.keys())):
         raise UserError(key, f"names {twice}, which the run gives itself", fix)
     return {**given, **args}
@@ -91,7 +92,7 @@ def refuse_arguments(
 ) -> None:
     """Refuse keyword arguments that a function does not take, if it shows its signature."""
     try:
-        with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when it is called
+        with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when called
             inspect.signature(function).bind(**given)
     except TypeError as error:
         problem = f"cannot call {name} with {', '.join(given) or 'no arguments'}: {error}"

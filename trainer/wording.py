@@ -30,9 +30,17 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
+def message_of(error: BaseException) -> str:
+    """What an error says, if it can."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a class of the user's own may do anything
+        return "its message cannot be shown"
+
+
 def error_text(error: BaseException) -> str:
     """`ValueError: the message`; without one: `AssertionError: at /home/me/model.py:12`."""
-    text = str(error)
+    text = message_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     if not text and frames:
         text = f"at {frames[-1].filename}:{frames[-1].lineno}"

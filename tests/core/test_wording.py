@@ -32,6 +32,8 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
         next(iter(()))
     assert error_text(caught.value).startswith(f"StopIteration: at {__file__}:")
     assert error_text(ValueError("bad")) == "ValueError: bad"
+    odd = type("Odd", (ValueError,), {"__str__": lambda self: self.args[5]})
+    assert error_text(odd()) == "Odd: its message cannot be shown"
 
 
 NAMES = st.text(st.characters(), max_size=12) | st.binary(max_size=12).map(os.fsdecode)

@@ -55,7 +55,7 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout | None:
 
 
 def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.ProcessGroup | None]:
-    """The layout by `fully_shard`, and the group that averages gradients, if one has just these ranks.
+    """The layout by `fully_shard`, and the group that averages gradients, if one has these ranks.
 
     A ValueError for another layout; its text completes "not possible with".
     """
@@ -197,13 +197,12 @@ class Replicated(Strategy):
     def wrap(self, row_model: nn.Module, model: nn.Module) -> nn.Module:
         """DDP around it."""
         context: AbstractContextManager[object] = nullcontext()
-        device_ids = None
-        if self.stream is not None:
-            context, device_ids = torch.cuda.stream(self.stream), [self._device]
+        if self.stream is not None:  # of None, torch's would begin CUDA all the same
+            context = torch.cuda.stream(self.stream)
         with context:
             self._ddp = DistributedDataParallel(
                 row_model,
-                device_ids=device_ids,
+                device_ids=self.stream and [self._device],
                 gradient_as_bucket_view=True,  # otherwise every gradient is held twice
                 find_unused_parameters=self._options.find_unused_parameters,
             )

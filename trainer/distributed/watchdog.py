@@ -19,11 +19,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -31,7 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trainer.distributed.env import RankInfo
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
 from trainer.files import open_descriptor
-from trainer.wording import error_text
+from trainer.wording import error_text, message_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ HANG_KEY = "hang"
 DATA = "data"  # the phase in which a message says what is read
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """The last message of a rank."""
 
     collectives: int  # entered since the process group began
@@ -135,8 +133,7 @@ class Watchdog:
         self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))
 
     def explain(self, error: Exception) -> str:
-        """Why the run failed: `error`, which is also told to the other ranks, or the failure of another
-        rank, for which it waits a few intervals."""
+        """Why it failed: `error`, which the others are told; or theirs, awaited for a few intervals."""
         own = error_text(error)
         if not is_of_a_collective(error):
             self.tell(own)
@@ -204,7 +201,7 @@ class Watchdog:
         return Heartbeat(collectives, activity, stayed, idle)
 
     def _exchange(self, beat: Heartbeat) -> bool:
-        self._store.set(f"rank_{self._info.rank}", json.dumps([self._time, *astuple(beat)]))
+        self._store.set(f"rank_{self._info.rank}", json.dumps([self._time, *beat]))
         hang = None
         if self._info.is_main:
             hang = find_hang(self._heartbeats(range(self._info.world_size)), limit_sec=self._limit)
@@ -218,7 +215,7 @@ class Watchdog:
         return True
 
     def _heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
-        """The last heartbeat of each rank, with its silence; None before the first and after the end."""
+        """The last heartbeat of each rank, with its silence; None before its first and after its end."""
         keys = [f"rank_{rank}" for rank in ranks]
         if self._store.check(keys):
             texts = [value.decode() for value in self._store.multi_get(keys)]
@@ -231,7 +228,7 @@ class Watchdog:
             beat, silent = None, self._time - self._heard[rank][1]
             if text:
                 beat = Heartbeat(*json.loads(text)[1:])
-                beat = replace(beat, stayed_sec=beat.stayed_sec + silent, idle_sec=beat.idle_sec + silent)
+                beat = beat._replace(stayed_sec=beat.stayed_sec + silent, idle_sec=beat.idle_sec + silent)
             found.append(beat)
         return found
 
@@ -273,8 +270,8 @@ class Watchdog:
 
 def is_of_a_collective(error: Exception) -> bool:
     """Whether the process group raised the error, whose cause is then usually on another rank."""
-    is_of_gloo = isinstance(error, RuntimeError) and re.search(r"\bgloo\b|Gloo", str(error)) is not None
-    return is_of_gloo or isinstance(error, dist.DistError)
+    is_of_gloo = re.search(r"\bgloo\b|Gloo", message_of(error)) is not None
+    return isinstance(error, dist.DistError) or (is_of_gloo and isinstance(error, RuntimeError))
 
 
 def start_watchdog(info: RankInfo, groups: Sequence[dist.ProcessGroup] = (), **options: Any) -> Watchdog:

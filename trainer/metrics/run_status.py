@@ -131,9 +131,12 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
         if owner is None:  # just removed
             refuse_special(directory / LOCK_NAME)  # a link to nothing would stay
             continue
+        if owner.word == lock.owner.word:
+            break
         if not owner.lives(sign, limit_sec):
             write_json(directory / LOCK_NAME, lock.owner._asdict(), sync=False)
-            break
+            time.sleep(0.1)  # of several that do so at once, the last one has it
+            continue
         who = f"process {owner.pid} on {owner.host}"
         if owner.is_here or 0 < first_sign < sign:
             problem = f"is in use by another run ({who})"

@@ -22,7 +22,7 @@ KILL_AFTER_SEC = 30.0  # of ranks that are still running after one has failed
 
 
 def launch_ranks(nproc: int) -> int:
-    """Run this command line on `nproc` ranks; returns the exit code of the first that failed, or 0.
+    """Run this command line on `nproc` ranks. Returns the first failure's code (a signal: 1), or 0.
 
     The signals that stop a run are passed on. Once a rank has failed, the others are asked to stop,
     and killed after `KILL_AFTER_SEC`. Raises UserError: under torchrun.
@@ -33,7 +33,7 @@ def launch_ranks(nproc: int) -> int:
     echo(f"starting {counted(nproc, 'rank')}", err=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environ = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
+    environ = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)), **os.environ}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), IS_LAUNCHED: "1"}
     environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     command = [sys.executable, "-u", str(PROGRAM), *sys.argv[1:]]
@@ -53,7 +53,7 @@ def launch_ranks(nproc: int) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks, and end them once one has failed. Returns its exit code, or 0."""
+    """Wait for all ranks, and end them once one has failed. Returns as `launch_ranks`."""
     codes: list[int | None] = [None]
     code, kill_at = 0, math.inf
     while None in codes:

@@ -88,9 +88,9 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
     size = usable(environment).get("world_size") or 1
     plan = make_plan(config, size, parts=replace(PARTS, messages=None))
     # A run's beginning has no record of its data: its first checkpoint says what they were.
-    witness = state or saved or None
+    witness = state or saved
     try:
-        check_data(plan, witness, RankInfo())
+        check_data(plan, witness or None, RankInfo())
     except UserError as error:
         error.key, error.fix = str(run_dir), "put the data back"
         raise

@@ -41,8 +41,7 @@ SERVER = "https://api.wandb.ai"
 STEP_KEY = "global_step"
 _GRACE_SEC = 5.0
 TIMEOUT_SEC = 60.0  # for an unreachable server, at the start and at the end
-CLOSE_SEC = TIMEOUT_SEC + 2 * _GRACE_SEC
-"""Longest `close` if the service does not answer: timeout, grace period and teardown."""
+CLOSE_SEC = TIMEOUT_SEC + 2 * _GRACE_SEC  # longest `close`: timeout, grace period, teardown
 
 
 def to_services(
@@ -161,6 +160,7 @@ class WandbSink:
         settings |= dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), TIMEOUT_SEC)
         # Older releases of wandb lack some of the settings.
         silent = wandb.Settings(**{key: settings[key] for key in settings.keys() & wandb.Settings.model_fields})
+        messages.disabled = False  # as an earlier run of this process may have left it
         wandb.setup()
         wandb.termsetup(silent, messages)
         begin = partial(

@@ -112,10 +112,10 @@ def model_and_loss(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     A UserError if a custom loss cannot be made, or if the model does more to its logits than an
     output layer: with `chunk_tokens`, this is tried on the `device`.
     """
-    table, own, key = plan.config.objective, None, "objective.target"
+    table, own = plan.config.objective, None
     if table.target is not None:
-        with users_code(key):
-            own = own_loss(table.target, table.args, key)()
+        with users_code("objective.target"):
+            own = own_loss(table.target, table.args)()
             trained = own.to(device).parameters() if isinstance(own, nn.Module) else ()
             if any(each.requires_grad for each in trained):
                 name = type(own).__name__
@@ -132,11 +132,6 @@ def autocast_context(config: RunConfig, device: torch.device) -> Callable[[], Ab
     return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def max_tokens_per_micro(plan: Plan) -> int:
-    """The most tokens of a micro-batch. It scales the loss, for which any constant works."""
-    return plan.facts.tokens_per_micro // plan.facts.data_shards or plan.config.data.seq_len
-
-
 def make_strategy(plan: Plan, info: RankInfo, device: torch.device) -> Strategy:
     """The strategy of a run. Every rank must call it: it may make process groups."""
     if info.world_size == 1:
@@ -149,8 +144,7 @@ def make_strategy(plan: Plan, info: RankInfo, device: torch.device) -> Strategy:
 
 def evaluated_rows(plan: Plan) -> int:
     """Rows of a micro-batch of an evaluation: those of the largest one that is trained on."""
-    tables = [plan.config.data.mixing, *(mixing_of(plan.config, source.table) for source in plan.sources)]
-    return max(map(largest_batch, tables))
+    return max(largest_batch(mixing_of(plan.config, source.table)) for source in plan.sources)
 
 
 def state_bytes(table: LedgerTable, state_width: int) -> int:
@@ -161,7 +155,7 @@ def state_bytes(table: LedgerTable, state_width: int) -> int:
 class Lanes(NamedTuple):
     """The lanes of full rows."""
 
-    sets: dict[int, int]  # of B lanes each, by the micro-batches of a step; empty: rows are not full
+    sets: dict[int, int]  # of B lanes, by the micro-batches of a step; empty: rows are not full
     reason: str = ""  # why there are no more
     documents: float = 0.0  # to draw from; see `documents_drawn_from`
 
@@ -173,7 +167,7 @@ class Lanes(NamedTuple):
             if number < m:
                 how = f"the {m} micro-batches of a step continue each other's documents, "
                 how += "which biases its gradient; the noise scale can compare ranks alone"
-            when = f"with m = {m} " * (len(self.sets) > 1)
+            when = f"with m = {m}, " * (len(self.sets) > 1)
             texts.append(f"{when}{counted(number, 'set')} of {rows} lanes per data shard: {how}")
         return "; ".join(texts) + f" ({self.reason})" * bool(self.reason)
 
@@ -197,15 +191,15 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
         problem = f"{counted(total, 'document')} for {counted(rows, 'row')}: a step has several of one document"
         fix = f"set it to {int(total / facts.data_shards)}, or add data"
         if total < facts.data_shards:
-            fix = "use fewer ranks, or add data"
+            fix = "use fewer ranks or distributed.shards, or add data"
         logger.warning("%s", UserError("data.mixing.batch_size", problem, fix).message)
     by_name = dict(zip(documents, shares, strict=True))
     limits = document_limits(documents, by_name, facts.data_shards)
     memory_here, files = plan.limits or (memory_of(device), allow_open_files())
     if state_width:
-        needed = state_bytes(config.ledger, state_width) * facts.shards_per_rank
-        memory = STATES_SHARE * memory_here
-        reason = f"a lane's state takes {needed / 1e6:.3g} MB, and {memory / 1e6:,.0f} MB are for states"
+        needed = state_bytes(config.ledger, state_width)
+        memory = STATES_SHARE * memory_here / facts.shards_per_rank
+        reason = f"a lane's state takes {needed / 1e6:.3g} MB, and a data shard has {memory / 1e6:,.0f} MB for them"
         limits.append(LaneLimit(memory / needed, reason))
     # A lane's document; and of each source the streams that are open, and a cache of twice as many.
     handles = (1 + 3 * len(own)) * facts.shards_per_rank
@@ -221,12 +215,12 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     return Lanes(found, why, documents_drawn_from(documents, by_name))
 
 
-def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]:
-    """The sets of lanes of a checkpoint that was made with the same settings; {} if there is none.
+def recorded_sets(plan: Plan, saved: Mapping[str, Any]) -> dict[int, int]:
+    """The sets of lanes by a checkpoint's state.json; {} if it is empty, or of other settings.
 
     Another machine has another memory, and may open other numbers of files: it must not count anew.
     """
-    if saved is None or saved["data_shards"] != plan.facts.data_shards:
+    if saved.get("data_shards") != plan.facts.data_shards:
         return {}
     now, before = plan.config.model_dump(mode="json"), saved["config"]
     found = []
@@ -237,7 +231,7 @@ def recorded_sets(plan: Plan, saved: Mapping[str, Any] | None) -> dict[int, int]
 
 
 def _largest_shares(weights: Sequence[ScheduledWeight], micro_batches: MicroBatches) -> list[float]:
-    """The largest share that each source has at any point of a schedule, or before its jump there."""
+    """The largest share of each source at any point of a schedule, or before its jump there."""
     points = [(each.unit, x) for each in weights for x in each.points]
     found = {x for unit, x in points if unit == "batch"}
     found |= {micro_batches.batches_before(max(x, 1)) for unit, x in points if unit == "step"}

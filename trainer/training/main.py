@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import shorten
 
 import torch
@@ -43,8 +43,8 @@ class RunFailed(Exception):
 def train(config: RunConfig, launch: Launch) -> int:
     """Train on this rank, alone or as one of torchrun's.
 
-    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped before a
-    step. A UserError comes on every rank alike.
+    Returns 0: the run is done, or stopped with a checkpoint; 1: it failed, or stopped without one.
+    Raises UserError, perhaps on several ranks: its `speaker`, if it has one, is to say it.
     """
     stop = launch.stop
     # `last` waits for uploads, when no rank waits for this one any more.
@@ -54,12 +54,12 @@ def train(config: RunConfig, launch: Launch) -> int:
         launch = replace(launch, stdout=stdout)
         info = rank_info()
         device = pick_device(config.train.device, info, key="train.device")
+        if device.type != "cuda":
+            raise_found(needs_of_cuda(config.train))
         plan = _with_tokens(make_plan(config, info.world_size, parts=launch.parts), info, launch)
         if plan is None:
             logger.warning("stopped while text was tokenized; the same command continues")
             return EXIT_FAILED
-        if device.type != "cuda":
-            raise_found(needs_of_cuda(config.train))
         timeout = config.distributed.timeout_sec
         group = process_group(info, timeout_sec=timeout, device=device, is_stopped=lambda: stop.requested)
         try:
@@ -69,9 +69,7 @@ def train(config: RunConfig, launch: Launch) -> int:
                         run = open_run(plan, launch, info, device, of_run, last)
                         if run is None:
                             return 0
-                        with recorded(run) as end:
-                            end.reason = run_loop(run)
-                        return end.code
+                        return run_recorded(run)
                 except UserError:  # also from closing the run
                     stop.is_muted = True
                     raise
@@ -81,6 +79,8 @@ def train(config: RunConfig, launch: Launch) -> int:
             if not (isinstance(error, GroupError) or is_of_a_collective(error)):
                 raise
             text = "rank %d: another rank has ended or does not answer, see its messages (here: %s)"
+            if stop.requested and isinstance(error, GroupError):
+                text = "rank %d: stopped while the ranks started (%s)"
             every_rank_logger.error(text, info.rank, shorten(str(error), 150))
             return EXIT_FAILED
 
@@ -100,7 +100,7 @@ def _with_tokens(plan: Plan, info: RankInfo, launch: Launch) -> Plan | None:
 
 @contextmanager
 def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
-    """Turn `sys.exit` and any other `BaseException` into an `UnexpectedExit`.
+    """Turn `sys.exit`, and what else is no `Exception`, into an `UnexpectedExit`.
 
     The message of an exit says `when` in the run it came, as ` after step 7`.
     """
@@ -115,55 +115,47 @@ def exits_as_errors(when: Callable[[], str] = str) -> Iterator[None]:
         raise UnexpectedExit(f"{what}{when()}{place_of(error)}") from error
 
 
-@dataclass
-class End:
-    """How a run ended."""
-
-    reason: str = ""
-    state: str = "failed"
-    code: int = EXIT_FAILED
-
-
-@contextmanager
-def recorded(run: Run) -> Iterator[End]:
-    """Around the loop, which leaves its reason in `End`: status.json records how the run ends."""
-    view, end, messages = run.view, End(), run.view.plan.parts.messages
+def run_recorded(run: Run) -> int:
+    """Run the loop; status.json says how it ends. Returns the exit code; RunFailed: see there."""
+    view, messages = run.view, run.view.plan.parts.messages
+    reason, state, code = "", "failed", EXIT_FAILED
     try:
         with exits_as_errors(lambda: f" after step {run.position.step}"):
-            yield end
-        end.state = "stopped" if end.reason.startswith("stopped") else FINISHED
+            reason = run_loop(run)
+        state = "stopped" if reason.startswith("stopped") else FINISHED
         # Without a checkpoint, a script must not take a stopped run for done.
-        if end.state == FINISHED or run.saver.last_saved >= 0:
-            end.code = 0
+        if state == FINISHED or run.saver.last_saved >= 0:
+            code = 0
     except (CorruptedError, NonFiniteError, SaveError) as error:
-        end.reason = str(error)
-        logger.error("%s", end.reason)
+        reason = str(error)
+        logger.error("%s", reason)
     except OSError as error:
-        end.reason = error_text(error)
+        reason = error_text(error)
         if error.filename is not None:
-            end.reason = f"{error.filename}: {error.strerror}"
-        run.watchdog.tell(end.reason)
-        every_rank_logger.error("%s", end.reason)
+            reason = f"{error.filename}: {error.strerror}"
+        run.watchdog.tell(reason)
+        every_rank_logger.error("%s", reason)
         raise RunFailed from error
     except UserError as error:
-        end.reason = error.message
+        reason = error.message
         # Before this rank leaves: the others would report a lost connection instead.
-        run.watchdog.tell(end.reason)
+        run.watchdog.tell(reason)
         raise
     except Exception as error:
-        end.reason = _report_failure(run, error)
+        reason = _report_failure(run, error)
         raise RunFailed from error
     finally:
         step = run.position.step
         run.watchdog.at("end", step, may_wait=True)
         if view.info.is_main:
             # Before the sinks are closed, which may take time. The record is written at every step.
-            view.run_dir.leave_status(view.info, end.state, reason=end.reason, step=step)
+            view.run_dir.leave_status(view.info, state, reason=reason, step=step)
             run.tracker.close()  # flushes the sinks
             if messages is not None:
-                view.diagnostics.best_effort("summary").run(messages.ended, run, end.state, end.reason)
+                view.diagnostics.best_effort("summary").run(messages.ended, run, state, reason)
         for line in view.diagnostics.summary():
             every_rank_logger.warning("%s", line)
+    return code
 
 
 def _report_failure(run: Run, error: Exception) -> str:

@@ -36,7 +36,6 @@ from trainer.training.build import (
     autocast_context,
     make_state,
     make_strategy,
-    max_tokens_per_micro,
     model_and_loss,
     recorded_sets,
 )
@@ -62,21 +61,10 @@ class Launch:
     """How a run is started, in addition to its config."""
 
     stop: StopRequest = field(default_factory=StopRequest)
-    config_path: Path | None = None  # None: the config is not recorded
+    config_path: Path | None = None  # None: neither config nor env.json is written
     run_dir: str | None = None
     parts: Parts = NO_PARTS
     stdout: TextIO | None = None  # for payloads
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where a run is written, and what it continues."""
-
-    plan: Plan  # with the sizes and the lanes of the checkpoint
-    run_dir: RunDir
-    found: Found | None  # the checkpoint
-    uploads: Uploads | None  # to a store, on rank 0
-    fingerprint: Fingerprint  # of the data
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -108,8 +96,12 @@ def open_run(
 
     `stack` closes the parts that are opened here; `after_group`, closed after the process group,
     waits for uploads while no rank waits."""
-    placed = place(plan, launch, info, stack)
-    view, sets = build(placed, info, device, stack)
+    refuse_unlike(plan.config, info)
+    run_dir, found, uploads = place_run(plan, launch.run_dir, info, stack)
+    # Before the model is built, which may take minutes.
+    fingerprint = check_data(plan, found and found[1], info)
+    run_dir.data = fingerprint.content
+    view, sets = build(plan, run_dir, found, info, device, stack)
     messages = plan.parts.messages
     if _end_if_over(view):
         return None
@@ -117,7 +109,7 @@ def open_run(
     # The record is written from here on: a run refused earlier has left it as it was.
     begin_record(view, stack)
     stack.push(partial(_leave_reason, view))
-    run_dir, position, uploads = view.run_dir, view.position, placed.uploads
+    position = view.position
     # For a stop that waits for nothing, such as a second Ctrl-C.
     launch.stop.on_end = lambda reason: run_dir.leave_reason(info, reason, step=position.step)
     if uploads is not None:
@@ -126,26 +118,16 @@ def open_run(
     open_record(view, stack, launch.config_path, launch.stdout)
     if info.is_main and messages is not None:
         messages.begun(view)
-    run = assemble(placed, view, sets, launch, stack)
+    run = assemble(view, sets, launch.stop, stack, fingerprint, uploads)
     if contract is not None:
         view.event(contract)
     return run
 
 
-def place(plan: Plan, launch: Launch, info: RankInfo, stack: ExitStack) -> Placed:
-    """Find the directory and the checkpoint, and compare what it was trained on."""
-    refuse_unlike(plan.config, info)
-    run_dir, found, uploads = place_run(plan, launch.run_dir, info, stack)
-    saved = None if found is None else found[1]
-    # Before the model is built, which may take minutes.
-    fingerprint = check_data(plan, saved, info)
-    run_dir.data = fingerprint.content
-    return Placed(replace(plan, recorded_sets=recorded_sets(plan, saved)), run_dir, found, uploads, fingerprint)
-
-
-def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack) -> tuple[RunView, Sequence[EvalSet]]:
-    """Make the parts that have a state, and restore it; and what evaluations read."""
-    plan, found = placed.plan, placed.found
+def build(
+    plan: Plan, run_dir: RunDir, found: Found | None, info: RankInfo, device: torch.device, stack: ExitStack
+) -> tuple[RunView, Sequence[EvalSet]]:
+    """Make what has a state, restored if a checkpoint was `found`; and what evaluations read."""
     # The same lanes on all ranks, whatever their hosts: a checkpoint has those of rank 0.
     own = memory_of(device), allow_open_files()
     limits = gather_from_ranks(own, world_size=info.world_size)
@@ -153,6 +135,9 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
     plan = replace(plan, limits=(memory, files))
     strategy = make_strategy(plan, info, device)
     with raise_on_all_ranks(world_size=info.world_size):
+        if found is not None:
+            with loading(found[0], "config"):
+                plan = replace(plan, recorded_sets=recorded_sets(plan, found[1]))
         state = make_state(plan, info, device, strategy)
     if plan.config.gns.enabled:
         group = dist.group.WORLD if info.world_size > 1 else None
@@ -176,7 +161,7 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
         device=device,
         strategy=strategy,
         state=state,
-        run_dir=placed.run_dir,
+        run_dir=run_dir,
         recorder=position.unlogged[0],
         first_step=position.step,
         position=position,
@@ -186,7 +171,14 @@ def build(placed: Placed, info: RankInfo, device: torch.device, stack: ExitStack
     return view, sets
 
 
-def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Launch, stack: ExitStack) -> Run:
+def assemble(
+    view: RunView,
+    sets: Sequence[EvalSet],
+    stop: StopRequest,
+    stack: ExitStack,
+    fingerprint: Fingerprint,
+    uploads: Uploads | None,
+) -> Run:
     """The parts of the loop, and the run that they make up."""
     # No part refers to the run, so that a finished run is freed, and the process group with it.
     plan, config, state, info, device = view.plan, view.config, view.state, view.info, view.device
@@ -233,14 +225,14 @@ def assemble(placed: Placed, view: RunView, sets: Sequence[EvalSet], launch: Lau
         schedule=make_schedule(config, plan.length),
         micro_batches=config.micro_batches,
         periods={config.eval.every, config.checkpoint.every, *extensions.periods} - {0},
-        stop=launch.stop,
+        stop=stop,
         tracker=state.tracker,
         operations=agreed_operations(own_keys, world_size=info.world_size),
         reading=reading,
         train_step=train_step,
         extensions=extensions,
         evaluator=view.evaluator,
-        saver=Saver(view, extensions, placed.fingerprint, placed.uploads),
+        saver=Saver(view, extensions, fingerprint, uploads),
         watchdog=view.watchdog,
     )
 
@@ -305,7 +297,8 @@ def _make_train_step(view: RunView, step_model: nn.Module, loss: Loss, extension
         auxiliary=auxiliary,
         optimizer=state.optimizer,
         gns=state.gns,
-        max_tokens_per_micro=max_tokens_per_micro(plan),
+        # Any constant works: it scales the loss.
+        max_tokens_per_micro=plan.facts.tokens_per_micro // plan.facts.data_shards or config.data.seq_len,
         clip_grad_norm=config.train.clip_grad_norm,
         world_size=view.info.world_size,
         shards=[shard.number for shard in state.shards],
@@ -369,13 +362,13 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
 
 
 def _end_if_over(view: RunView) -> bool:
-    """Note the last step, where it is known. Whether it is done, which status.json then says."""
+    """Note the last step, if known. Whether it is done: then `done` replaces `running`, `stopped`."""
     run_dir, position, length, unit = view.run_dir, view.position, view.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
         position.last_step = position.step
-    if position.last_step is None or position.step < position.last_step or position.evaluation_is_due:
+    if position.evaluation_is_due or position.last_step is None or position.step < position.last_step:
         return False
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
     logger.info(text, run_dir.path, position.step, unit, length.total)

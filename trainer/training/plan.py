@@ -1,4 +1,4 @@
-"""The plan of a run, before the process group starts: sources, checks, and how its model is built."""
+"""The plan of a run, before the process group starts: sources, checks, how its model is built."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Plan:
     facts: Facts
     eval_sources: Sequence[Source] = ()  # the validation sets of `[[eval.source]]`
     parts: Parts = NO_PARTS  # the parts that a run may have beyond the core
-    recorded_sets: Mapping[int, int] = field(default_factory=dict)
-    """Those of the checkpoint that is resumed; see `recorded_sets`."""
+    recorded_sets: Mapping[int, int] = field(default_factory=dict)  # of the checkpoint, see `build`
     limits: tuple[int, int] | None = None  # memory, open files: the least of any rank
 
     @property
@@ -128,7 +127,7 @@ def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) ->
     if config.eval.target is not None:
         resolve_target(config.eval.target, "eval.target")
     if config.objective.target is not None:
-        own_loss(config.objective.target, config.objective.args, "objective.target")
+        own_loss(config.objective.target, config.objective.args)
     plan = Plan(config, sources, tokenizer, facts, eval_sources, parts)
     if parts.messages is not None:
         parts.messages.planned(plan)
@@ -202,7 +201,7 @@ def check_reading(
     named += [(f"eval source {source.name}", source) for source in eval_sources]
     for name, source in named:
         table = source.table
-        given = {name: getattr(table, name) for name in ("dtype", "eod", "text_split", "column", "loss_mask")}
+        given = {key: getattr(table, key) for key in ("dtype", "eod", "text_split", "column", "loss_mask")}
         if is_import_path(table.format):
             resolve_target(table.format, "format")
         refuse_unheeded(source.streams, table.format, given, source=name)
@@ -269,13 +268,15 @@ def _check_modalities(config: RunConfig, sources: list[Source]) -> None:
     sources = [source for source in sources if source.table.target is None]
     if not sources or any(source.is_off for source in sources):
         return
-    asked = {*config.data.mixing.batch_size_by_modality}
-    asked |= {name for source in sources for name in source.table.mixing.batch_size_by_modality or {}}
     known = {stream.modality for source in sources for stream in source.streams}
-    if asked - known:
-        unknown, there = (", ".join(map(repr, sorted(names))) for names in (asked - known, known))
-        problem = f"no stream has the modality {unknown}; there are {there or 'none'}"
-        raise UserError("data.mixing.batch_size_by_modality", problem, "remove it, or name one that exists")
+    asked = {"data.mixing.": config.data.mixing.batch_size_by_modality}
+    for source in sources:
+        asked[f"source {source.name}: mixing."] = source.table.mixing.batch_size_by_modality or {}
+    for table, sizes in asked.items():
+        if sizes.keys() - known:
+            unknown, there = (", ".join(map(repr, sorted(names))) for names in (sizes.keys() - known, known))
+            problem = f"no stream has the modality {unknown}; there are {there or 'none'}"
+            raise UserError(f"{table}batch_size_by_modality", problem, "remove it, or name one that exists")
 
 
 def build_model(
@@ -317,10 +318,10 @@ def build_model(
     return built
 
 
-def own_loss(target: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """A custom function with its arguments. A UserError if it does not take them."""
-    function = resolve_target(target, key)
-    refuse_arguments(function, target, args, key=key)
+def own_loss(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """What makes a loss of the user's own, with its arguments. A UserError if it takes others."""
+    function = resolve_target(target, "objective.target")
+    refuse_arguments(function, target, args, key="objective.target")
     return partial(function, **args)
 
 

@@ -47,9 +47,7 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 place = printable(str(error.filename or given or plan.config.run.dir))
                 problem = f"cannot be used: {error.strerror}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
-    answer: Any = None
-    if placed is not None:  # without the uploads, which rank 0 alone holds
-        answer = placed[0].path, placed[1]
+    answer: Any = placed and (placed[0].path, placed[1])  # rank 0 alone holds the uploads
     path, found = from_main_rank(answer, world_size=info.world_size)
     return placed or (RunDir(path), found, None)
 
@@ -83,7 +81,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
             text = "--resume auto: %s was at step %d and has no checkpoint; starting at step 0"
             logger.warning(text, run_dir.path, reached)
         else:
-            logger.info("--resume auto: no checkpoint found; starting at step 0")
+            logger.info("--resume auto: no checkpoint in %s; starting at step 0", run_dir.path)
     elif found is not None:  # before the data are compared, which another tokenizer changes
         with checkpoint.loading(found[0], "config"):
             check_config(found[1]["config"], config)
@@ -91,7 +89,7 @@ def _place_on_main(plan: Plan, given: str | None, stack: ExitStack) -> Chosen:
 
 
 def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
-    """Make and lock the run's directory."""
+    """Make and lock the run's directory, if this process has not locked it."""
     if run_dir.owned is None:
         run_dir.claim()
         stack.enter_context(run_dir.lock(plan.config.distributed.timeout_sec))
@@ -234,12 +232,14 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
 def changed_settings(
     saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """The settings and versions that differ from a checkpoint's, by key: before and after; None: not set."""
+    """The settings and versions that differ from a checkpoint's: before and after; None: not set."""
     before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
     # A key that the saved config lacks is newer than the checkpoint: the default was used.
     unchanged = now.keys() - before.keys() - chosen.keys()
+    if config.train.tokens:  # the steps are a forecast, by the number of ranks
+        unchanged |= {"train.steps"}
     found = {key: (before.get(key), now.get(key)) for key in sorted((before.keys() | now.keys()) - unchanged)}
     return {key: (was, then) for key, (was, then) in found.items() if was != then}
 

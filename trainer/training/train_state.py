@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: the parts of a run that have a state, its position, their tensors."""
+"""What a checkpoint holds: the parts of a run that have a state, its position, their tensors."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class TrainState:
         """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
         first = self.shards[0].number  # shards of a rank are neighbours
         found: list[tuple[str, int, Reporter]] = []
-        for number, ledger in self.ledgers.items():
-            found.append(("ledger metrics", number - first, ledger))
+        found += [("ledger metrics", number - first, ledger) for number, ledger in self.ledgers.items()]
         if self.gns is not None:
             found.append(("gns", 0, self.gns))
         return found
@@ -71,10 +70,9 @@ class TrainState:
 class Position:
     """Where a run is, and its counts on the way."""
 
-    data_states: list[Any]
-    """Of this rank's data shards, after the last batch of the last finished step."""
+    data_states: list[Any]  # of this rank's data shards, behind the last finished step
     unlogged: list[Recorder]
-    """The counts of each since the last logged step; the first also has those of the host."""
+    """The counts of each since the last logged step; the first also has those of the rank."""
     step: int = 0  # last finished step
     last_step: int | None = None
     """The run's last step; None: not known yet, the run's length is in tokens."""
@@ -86,8 +84,7 @@ class Position:
     """After the last finished step, or it was cut short; a resumed run begins with it."""
     skipped_in_a_row: int = 0
     untrained_steps: int = 0  # of this launch, without a token to train
-    last_eval: tuple[int, dict[str, float]] | None = None
-    """The step of the last evaluation, and its numbers."""
+    last_eval: tuple[int, dict[str, float]] | None = None  # its step and its numbers
     must_save: bool = False
     """A save is due, on all ranks alike: the next step is saved before another starts."""
 

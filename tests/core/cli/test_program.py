@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,27 +90,16 @@ def test_every_way_to_launch_trains(way, tmp_path):
     assert ("starting 2 ranks" in result.stderr.splitlines()) == (way == "train --nproc")
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_the_launcher_ends_with_the_code_of_the_first_rank_that_failed_and_ends_the_others(code, tmp_path, capfd):
-    program = f"import os, sys, time; time.sleep(600) if os.environ['RANK'] == '0' and {code} else sys.exit({code})"
-    (tmp_path / "ranks.py").write_text(program)
-    found = fresh([sys.executable, "-c", LAUNCH.format(tmp_path / "ranks.py")])
-    assert found.returncode == code, found.stderr
-
-
-LAUNCH = """
-import pathlib, sys
-from trainer.tools import launcher
-launcher.PROGRAM = pathlib.Path("{}")
-sys.exit(launcher.launch_ranks(2))
-"""
-
-
-def test_of_ranks_that_end_at_once_the_one_that_a_signal_ended_is_named(capfd):
-    ranks = [subprocess.Popen(["sh", "-c", how]) for how in ("exit 1", "kill -9 $$")]
-    assert [rank.wait() for rank in ranks] == [1, -9]
-    assert launcher._wait(ranks) == 1
-    assert "rank 1 was ended by SIGKILL" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("first", "second", "code"), [("true", "true", 0), ("cat", "exit 3", 3), ("exit 3", "kill -9 $$", 1)]
+)
+def test_the_launcher_ends_with_the_code_of_the_first_rank_that_failed_and_ends_the_others(first, second, code, capfd):
+    ranks = [subprocess.Popen(["sh", "-c", how], stdin=subprocess.PIPE) for how in (first, second)]
+    for rank in ranks[first == "cat" :]:
+        rank.wait()
+    assert launcher._wait(ranks) == code
+    assert ("rank 1 was ended by SIGKILL" in capfd.readouterr().err) == (code == 1)
+    assert ranks[0].returncode == {"true": 0, "cat": -signal.SIGTERM, "exit 3": 3}[first]
 
 
 def test_a_rank_of_torchrun_starts_no_ranks(tmp_path, monkeypatch, capsys):

@@ -107,13 +107,15 @@ def test_a_resume_on_a_smaller_machine_keeps_the_lanes_of_the_checkpoint(tmp_pat
     after = plan_lanes(plan, 10, cpu)
     assert [*after.sets.values()] == [1, 1]
     assert after.sets != before.sets
-    words = "with m = 1 1 set of 4 lanes per data shard: the next row of a document comes 1 step later; with m = 2 1"
+    words = "with m = 1, 1 set of 4 lanes per data shard: the next row of a document comes 1 step later; with m = 2, 1"
     assert after.words(4).startswith(words)
     assert plan_lanes(replace(plan, limits=(10**9, 10**4)), 10, cpu) == before  # those of all ranks count
+    why = plan_lanes(replace(planned("distributed.shards=4"), limits=(64 * 10**6, 10**4)), 10**6, cpu).reason
+    assert why == "a lane's state takes 4 MB, and a data shard has 1 MB for them"
     resumed = replace(plan, recorded_sets=recorded_sets(plan, json.loads(json.dumps(saved))))
     assert plan_lanes(resumed, 10, cpu).sets == before.sets
     for other in ("data.mixing.spread=3", "data.source.first.weight=1"):
-        assert recorded_sets(planned(growing, other), saved) == recorded_sets(plan, None) == {}
+        assert recorded_sets(planned(growing, other), saved) == recorded_sets(plan, {}) == {}
 
 
 def test_the_largest_share_is_taken_at_one_time_of_weights_by_batch_and_by_step():

@@ -30,7 +30,7 @@ from trainer.metrics.noise_scale import t_quantile
 from trainer.objective import Auxiliary
 from trainer.tools import evaluation_sample
 from trainer.tools.evaluation_sample import Sample
-from trainer.training.build import make_model, model_and_loss
+from trainer.training.build import evaluated_rows, make_model, model_and_loss
 from trainer.training.evaluator import Evaluator, eval_sets
 from trainer.training.plan import Plan
 
@@ -232,6 +232,8 @@ def test_over_draws_the_loss_of_drawn_documents_is_that_of_all(tmp_path, monkeyp
 def test_by_default_all_is_read_where_that_is_cheap_and_the_draw_is_the_same_for_any_number_of_ranks(tmp_path):
     long = "train.steps=2000"
     cheap, dear = plan_of(tmp_path, "eval.every=1000", long), plan_of(tmp_path, "eval.every=200", long)
+    small = [f"data.source.{name}.mixing.batch_size=2" for name in ("first", "second")]
+    assert evaluated_rows(plan_of(tmp_path, *small)) == 2, "not the 4 of [data.mixing]"
     (everything,) = eval_sets(cheap, RankInfo(), CPU)
     assert everything.sample is None
     assert everything.read.startswith("all ")

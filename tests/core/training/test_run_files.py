@@ -171,9 +171,11 @@ def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path)
     assert choose_run_dir(config, None, str(by_path)).path.name == "tiny-20260101-000000"
 
 
-def test_changed_keys_are_named_and_breaking_ones_refused(config, caplog):
+def test_changed_keys_are_named_and_breaking_ones_refused(config, tmp_path, caplog):
     saved = config.model_dump(mode="json")
     check_config(saved, config)
+    ranks = [load_config(tmp_path / "x.toml", ["train.tokens=3000", f"train.steps={steps}"]) for steps in (24, 12)]
+    check_config(ranks[0].model_dump(mode="json"), ranks[1])  # the same tokens on twice the ranks
     assert not caplog.records
     check_config({**saved, "optimizer": {**saved["optimizer"], "lr": 5.0}, "run": {**saved["run"], "dir": "x"}}, config)
     assert [record.getMessage() for record in caplog.records] == [

@@ -18,7 +18,7 @@ from trainer.lab.tensorboard import TensorboardSink
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.payload_contract import build_payload
 from trainer.metrics.sinks import SAMPLE, EventWriter, JsonlSink
-from trainer.tools.services import WandbSink, resolve_mode, unused_step
+from trainer.tools.services import WandbSink, messages, resolve_mode, unused_step
 
 
 def train(step: int, loss: float = 1.0) -> dict[str, Any]:
@@ -51,7 +51,9 @@ def test_wandbs_own_variables_hold_where_the_config_says_nothing(
     for name, value in (("PROJECT", "theirs"), ("NAME", "named"), ("DIR", str(tmp_path / "elsewhere"))):
         monkeypatch.setenv(f"WANDB_{name}", value)
     assert WandbTable(project="ours").project == "ours"
+    monkeypatch.setattr(messages, "disabled", True)  # by an earlier run of the process, which was abandoned
     WandbSink(mode="offline", project=WandbTable().project, run_dir=tmp_path / "run").close()
+    assert not messages.disabled
     (run,) = (each.run for each in read_records(find_wandb_file(tmp_path / "elsewhere")) if each.HasField("run"))
     assert (run.project, run.display_name) == ("theirs", "named")
     assert not (tmp_path / "run").exists()
