@@ -92,7 +92,8 @@ class NestLayout:
         """The state as rows [B, width], in the widest type of its tensors, at least float32. Raises
         ValueError: it has another layout."""
         tensors, spec = pytree.tree_flatten(state)
-        if spec != self._spec or [tuple(each.shape[1:]) for each in tensors] != [leaf.shape for leaf in self.leaves]:
+        shapes = [isinstance(each, Tensor) and each.shape[1:] for each in tensors]
+        if spec != self._spec or shapes != [leaf.shape for leaf in self.leaves]:
             raise ValueError(f"a state of another layout than {self}")
         rows = [leaf.to_rows(tensor) for leaf, tensor in zip(self.leaves, tensors, strict=True)]
         dtype = reduce(torch.promote_types, (each.dtype for each in rows), torch.float32)

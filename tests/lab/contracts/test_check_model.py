@@ -110,8 +110,21 @@ class NoStateInFloat64(Gru):
         return super().mix(x, state)
 
 
-def test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails():
-    report = check_model(made(NoStateInFloat64), vocab_size=VOCAB)
+class ComputesInFloat32(Gru):
+    """A kernel that takes float64 and computes in float32, unseen by torch's functions."""
+
+    def mix(self, x, state):
+        with torch._C.DisableTorchFunction():
+            half = [part.float() for part in (x, state)]
+            self.rnn.float()
+            mixed, end = super().mix(*half)
+            self.rnn.to(x.dtype)
+            return mixed.to(x.dtype), end.to(state.dtype)
+
+
+@pytest.mark.parametrize("make", [NoStateInFloat64, ComputesInFloat32])
+def test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails(make):
+    report = check_model(made(make), vocab_size=VOCAB)
     assert not report.breaches, report
     assert report["carry"].status == "held"
     assert "judged in float32" in report.how

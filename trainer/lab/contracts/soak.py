@@ -32,6 +32,7 @@ SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 FLIPPED = 16  # tokens of which rounding above `EXACT` may send the half to other experts
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
+NO_HARM = 1e-5  # of a gradient's norm: errors below it are those of float32
 ALLOWED = 8.0  # errors of a batch at low precision, over those of the documents run alone at it
 HARMLESS = "which matters in a loop that trains through it"
 
@@ -365,7 +366,7 @@ class _Soak:
         found = gradient({each: joined[batch.copies[each.row], each.begin : each.end] for each in documents})
         if not all(each.isfinite().all() for each in found):
             return Verdict("gradient", "broken", "the gradient of a batch is not finite")
-        wanted, limit = of_documents(), rounding.limit
+        wanted, limit = of_documents(), max(rounding.limit, NO_HARM)
         size = _distance(found, wanted)
         if not size <= limit:  # the gradient may be worse conditioned than the logits
             step = math.sqrt(torch.finfo(way.dtype).eps)

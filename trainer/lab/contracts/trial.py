@@ -22,6 +22,7 @@ NO_STATE: Final = "the model has no state (state_width = 0)"  # so nothing about
 ROWS, CELLS = 2, 3  # of a short row
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
 LARGEST_STEP = 0.01  # relative change of the parameters, of which the logits are a linear function
+FINE_STEPS = 1e-6, 1e-10  # the same, of which float32 rounds away the second
 CHAOS = 0.25  # of the logits' spread: a rounding that has grown to this hides everything
 
 
@@ -123,6 +124,11 @@ class Rounding:
             return errors
         return torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
 
+    def slope(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, step: float, end: int) -> float:
+        """How far parameters that change by `step` move the logits before position `end`, over it."""
+        with subject.perturbed(step):
+            return float(self.errors(read(), wanted)[:, :end].max()) / step
+
     def measured(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, eps: float) -> Rounding:
         """As the response of logits [..., T, V] to parameters that change by one rounding.
 
@@ -191,7 +197,8 @@ def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
 
 def make_trial(subject: Subject, request: Request) -> Trial:
     """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
-    takes none (as of the training length); NotTestable: its logits are constant or not finite."""
+    takes none (as of the training length); NotTestable: its logits are constant, not finite, or not
+    in float64 where its parameters are."""
     if request.vocab_size < 2:
         raise NotTestable("there is only one token id, which nothing can replace")
     trial = _with_cell_length(subject, request)
@@ -205,13 +212,17 @@ def make_trial(subject: Subject, request: Request) -> Trial:
     if not varies.any():
         raise NotTestable("the logits are the same at every position, whatever the tokens are")
     columns = varies.nonzero().flatten()
-    rounding = Rounding(float(flat[:, columns].std(0).square().mean().sqrt())).measured(
-        subject,
-        lambda: subject(tokens, zeros).logits[..., columns],
-        whole[..., columns],
-        torch.finfo(subject.dtype).eps,
-    )
-    return replace(trial, columns=columns, rounding=rounding)
+    wanted, eps = whole[..., columns], torch.finfo(subject.dtype).eps
+
+    def read() -> Tensor:
+        return subject(tokens, zeros).logits[..., columns]
+
+    rounding = Rounding(float(flat[:, columns].std(0).square().mean().sqrt()))
+    if subject.dtype == torch.float64:  # of parameters; a kernel may compute in float32 all the same
+        coarse, fine = (rounding.slope(subject, read, wanted, step, trial.cell) for step in FINE_STEPS)
+        if not math.isclose(coarse, fine, rel_tol=0.1):
+            raise NotTestable("the model computes in less than float64")
+    return replace(trial, columns=columns, rounding=rounding.measured(subject, read, wanted, eps))
 
 
 def _with_cell_length(subject: Subject, request: Request) -> Trial:
