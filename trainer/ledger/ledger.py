@@ -221,7 +221,7 @@ class Ledger:
         return shard
 
     def held_rows(self) -> Iterator[Tensor]:
-        """The states held, in pieces [n, state_width] of some megabytes, on the CPU."""
+        """The states held, in `Slab.pieces` [n, state_width], on the CPU."""
         slots = self._index.held_slots()
         for piece in self._slab.pieces(slots.size):
             yield self._slab.read(slots[piece])[0].cpu()
