@@ -79,7 +79,7 @@ class Slab:
         self._is_valid[self.native(slots)] &= self.native(is_valid.to(self.device))
 
     def pieces(self, count: int) -> Iterator[slice]:
-        """Cut `count` rows into pieces of `PIECE_BYTES`, or of a row, so that a copy of all never exists."""
+        """Cut `count` rows into pieces of `PIECE_BYTES` or a row: a copy of all never exists."""
         step = max(PIECE_BYTES // (self.width * self.dtype.itemsize), 1)
         for start in range(0, count, step):
             yield slice(start, start + step)

@@ -111,8 +111,8 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     # Compiled, it would compile for minutes, once per shape.
     model = getattr(model, "_orig_mod", model)
     if unknown := needed_inputs(model) - {"tokens", "resets"}:
-        text = f"forward needs {', '.join(sorted(unknown))}, and only tokens, state and resets are known here"
-        raise NotTestable(f"{text}: train check --config judges it on the first batch of its data")
+        text = f"forward needs {', '.join(sorted(unknown))}, and only tokens, state and resets are known"
+        raise NotTestable(f"{text} here: train check --config judges it on the first batch of its data")
     model = private_copy(model)
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)

@@ -189,7 +189,7 @@ class _Soak:
 
     def _make_batch(self, short: Sequence[int] = SHORT, *, is_anew: bool = False) -> _Batch:
         """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that
-        no two rows that are 1, 4, 8, 16 or 32 apart are the same. `is_anew`: each cell begins documents."""
+        no two that are 1, 4, 8, 16 or 32 apart are the same. `is_anew`: each cell begins documents."""
         rows, cell = self.size
         lengths = [cell] * CELLS
         lengths += [each for each in (self._longer, *short) if each in self._taken]

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -124,10 +125,10 @@ class Rounding:
             return errors
         return torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
 
-    def slope(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, step: float, end: int) -> float:
-        """How far parameters that change by `step` move the logits before position `end`, over it."""
+    def slope(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, step: float) -> float:
+        """The largest error of logits, over `step`, if the parameters change by `step`."""
         with subject.perturbed(step):
-            return float(self.errors(read(), wanted)[:, :end].max()) / step
+            return float(self.errors(read(), wanted).max()) / step
 
     def measured(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, eps: float) -> Rounding:
         """As the response of logits [..., T, V] to parameters that change by one rounding.
@@ -214,12 +215,13 @@ def make_trial(subject: Subject, request: Request) -> Trial:
     columns = varies.nonzero().flatten()
     wanted, eps = whole[..., columns], torch.finfo(subject.dtype).eps
 
-    def read() -> Tensor:
-        return subject(tokens, zeros).logits[..., columns]
+    def read(length: int | None = None) -> Tensor:
+        return subject(tokens, zeros).logits[:, :length, columns]
 
     rounding = Rounding(float(flat[:, columns].std(0).square().mean().sqrt()))
-    if subject.dtype == torch.float64:  # of parameters; a kernel may compute in float32 all the same
-        coarse, fine = (rounding.slope(subject, read, wanted, step, trial.cell) for step in FINE_STEPS)
+    if subject.dtype == torch.float64:  # of the parameters; a kernel may compute in float32
+        own = subject, partial(read, trial.cell), wanted[:, : trial.cell]
+        coarse, fine = (rounding.slope(*own, step) for step in FINE_STEPS)
         if not math.isclose(coarse, fine, rel_tol=0.1):
             raise NotTestable("the model computes in less than float64")
     return replace(trial, columns=columns, rounding=rounding.measured(subject, read, wanted, eps))
