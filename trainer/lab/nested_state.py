@@ -9,17 +9,19 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trainer.data.loader import MicroBatch
 from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.model.encoder import check_sizes
 from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
+
+if TYPE_CHECKING:
+    from trainer.data.loader import MicroBatch
 
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
 

@@ -325,11 +325,11 @@ def test_compiled_models_are_judged_like_others():
 
 def test_the_package_needs_torch_alone():
     code = (
-        "import sys, trainer.lab.contracts\n"
+        "import sys, trainer.lab.contracts, trainer.lab.nested_state\n"
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'wording']", "False"]
+    assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'model',", "'wording']", "False"]
 
 
 def test_a_state_that_the_ledger_cannot_hold_is_refused_with_the_way_out():
