@@ -131,7 +131,7 @@ HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
 
 
 def refusal(triton: str, capability: int, width: int) -> str:
-    """Why the kernels are wrong for a width of heads on a (major) capability; empty: they are not."""
+    """Why kernels are wrong for a width of heads on a (major) capability; empty: they are not."""
     if capability == HOPPER and tuple(map(int, re.findall(r"\d+", triton)[:3])) < HOPPER_TRITON:
         return f"Triton {triton} refuses gradients on Hopper (fla-org/flash-linear-attention#640): use Triton 3.7.1"
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""

@@ -188,7 +188,7 @@ def _first_states(model: nn.Module, seq_len: int | None, micro: MicroBatch | Non
 def _take_rows(
     place: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The arguments with the rows of states, of which `place` says where, as the model's own states."""
+    """The arguments; rows of states, given by name or at `place`, become the model's own."""
     layout: Any = model.state_layout
     if len(args) > place and isinstance(args[place], Tensor):
         args = (*args[:place], layout.unflatten(args[place]), *args[place + 1 :])
@@ -206,7 +206,7 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; the state: h (and c)."""
+    """Embedding, torch's `GRU` or `LSTM` layers, linear output; the state: h (and c)."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ Evicted = tuple[EvictionMode, int]
 """How a group was evicted, and at which step."""
 
 MOST_EVICTED = 10**6
-"""Evicted groups that are remembered, at about 100 bytes each: others' false evictions do not count."""
+"""Evicted groups that are remembered, at about 200 bytes each: others' do not count."""
 PINNED = -2  # the last step of slots that must not be evicted; -1 is a free slot
 
 

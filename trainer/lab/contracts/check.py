@@ -321,7 +321,7 @@ def find_causes(trial: Trial) -> dict[str, Verdict]:
     others, whole, found = trial.others(tokens), subject(tokens, zeros).logits, dict[str, Verdict]()
 
     def judge(check: str, errors: Tensor, text: str) -> None:
-        """Of errors [B, T]; `text` takes the first position that is wrong, and the largest error."""
+        """Of errors [B, T]; `text` takes the first wrong position, and the largest error."""
         size, wrong = float(errors.max()), (errors.amax(0) > trial.rounding.limit).nonzero()
         found[check] = Verdict(check, "held", f"on short rows, to {size:.1e}", size)
         if len(wrong):

@@ -243,7 +243,7 @@ class _Soak:
         return Verdict("soak", "held", f"to {largest:.0e}", largest)
 
     def _compare_inexact(self, way: Subject) -> Verdict:
-        """At low precision, an honest row is as far from exact logits as its documents alone are."""
+        """At low precision, a row is as far from exact logits as its documents alone are."""
         batch, unit, cell = self._make_batch(), self.trial.rounding.unit, self.size.cell
         joined, own = self._read_batch(way, batch), self._read_alone(way, batch)
         wanted = self._read_alone(self.exact, batch)
@@ -286,7 +286,7 @@ class _Soak:
         return torch.cat(logits, dim=1)
 
     def _read_alone(self, way: Subject, batch: _Batch) -> dict[_Document, Tensor]:
-        """The logits of each document run alone. Raises NotTestable: the model takes no such row."""
+        """The logits of each document run alone. Raises NotTestable: it takes no such row."""
         try:
             return {each: self._read(way, batch, each) for each in batch.documents(has_state=way.width > 0)}
         except CallFailed as error:

@@ -115,7 +115,7 @@ class Rounding:
 
     @property
     def limit(self) -> float:
-        """Logits are wrong above half way, in orders of magnitude, from rounding to their spread."""
+        """Errors above it are wrong: half way, in orders of magnitude, from rounding to 1."""
         return math.sqrt(self.noise)
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
