@@ -98,8 +98,8 @@ def _over_chunks(
     q: Tensor, k: Tensor, v: Tensor, since_start: Tensor, b: Tensor, state: Tensor, document: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Outputs [R, N, C, V] of N chunks, and the state; `since_start`: sums of log a, [R, N, C]."""
-    # Autocast would round each product to 16 bits, and the norm after the rule divides by what is left where terms
-    # cancel. Torch has none for meta tensors.
+    # Autocast would round each product to 16 bits, and the norm after the rule divides by what is
+    # left where terms cancel. Torch has none for meta tensors.
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         decay, from_state, by_state, to_end = _coefficients(k, since_start, b, document)
         system = ((k @ k.mT) * decay * b).tril(-1)
@@ -116,7 +116,7 @@ def _over_chunks(
 
 
 def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -> tuple[Tensor, ...]:
-    """d_{ts} [R, N, C, C], zero above the diagonal and between documents, and d_t [R, N, C, 1]; b_t d_t k_t, d_{Cs} k_s."""
+    """d_{ts} [R, N, C, C], zero above the diagonal and between documents; d_t, b_t d_t k_t, d_{Cs} k_s."""
     is_same = (document[..., :, None] == document[..., None, :]).tril_()
     decay = (since_start[..., :, None] - since_start[..., None, :]).masked_fill_(~is_same, -torch.inf).exp_()
     from_state = since_start.exp().masked_fill(document > 0, 0.0)[..., None]
@@ -131,7 +131,7 @@ HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
 
 
 def refusal(triton: str, capability: int, width: int) -> str:
-    """Why the kernels are wrong for a width of heads on a (major) capability; empty: they are not."""
+    """Why kernels are wrong for a width of heads on a (major) capability; empty: they are not."""
     if capability == HOPPER and tuple(map(int, re.findall(r"\d+", triton)[:3])) < HOPPER_TRITON:
         return f"Triton {triton} refuses gradients on Hopper (fla-org/flash-linear-attention#640): use Triton 3.7.1"
     return f"heads are {width} wide, the kernels take {WIDEST} at most" if width > WIDEST else ""
@@ -274,7 +274,7 @@ class DeltaMixer(nn.Module):
             shapes = {"memory": (self.heads, width, width), "recent": (TAPS - 1, 3 * self.dim)}
             state = {name: x.new_zeros(x.shape[0], *shape, dtype=dtype) for name, shape in shapes.items()}
         convolve: Callable[..., Any] = self.convolve
-        if torch.is_grad_enabled():  # the backward computes it again: 42 to 66 bytes per channel and token less to keep
+        if torch.is_grad_enabled():  # computed again: keeps 42 to 66 bytes per channel and token less
             convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
         *wide, last = convolve(inputs, state["recent"].to(dtype), resets)
         decay, rate = self.gates(x).to(dtype).transpose(1, 2).chunk(2, dim=1)  # [B, H, T]

@@ -1,7 +1,8 @@
 """Causal language models of `transformers` whose cache is a recurrent state of a fixed size.
 
-Which families train exactly was measured (docs/models.md). Layers of full attention are left out,
-since their cache grows. They are read from a directory of `save_pretrained`; nothing is downloaded.
+Which families train exactly was measured (docs/models.md). Models with layers of full attention are
+refused, since their cache grows. They are read from a directory of `save_pretrained`; nothing is
+downloaded.
 
 Built-in families are written as architectures that compute the same up to rounding, so that
 `from_pretrained` opens them.
@@ -50,7 +51,9 @@ class HuggingFace(nn.Module):
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> ModelOutput:
         """Predict from tokens [B, T] and the tensors of the cache (None: an empty one)."""
-        cache = self._new_cache()
+        cache = without_attention(package().DynamicCache(config=self.model.config))
+        for layer in cache.layers:  # copies in place would keep gradients from flowing
+            layer.update_recurrent_state = functools.partial(_assign, layer)
         if state is not None:
             assert self._places is not None, "a state before the first forward"
             for (layer, name, index), value in zip(self._places, state, strict=True):
@@ -66,12 +69,6 @@ class HuggingFace(nn.Module):
 
     def save_pretrained(self, directory: Path) -> None:
         save(self.model, directory)
-
-    def _new_cache(self) -> Any:
-        cache = without_attention(package().DynamicCache(config=self.model.config))
-        for layer in cache.layers:  # copies in place would keep gradients from flowing
-            layer.update_recurrent_state = _assigning(layer)
-        return cache
 
 
 def build(vocab_size: int, dim: int, num_layers: int, *, model_type: str, **settings: Any) -> HuggingFace:
@@ -105,7 +102,7 @@ def read_pretrained(folder: str, key: str, *, trust_code: bool = False) -> Any:
 
 
 def without_attention(cache: Any) -> Any:
-    """A cache that answers what only layers of attention need; without such layers it refuses."""
+    """A cache that answers what is asked of layers of attention, of which it has none."""
     cache.get_seq_length = lambda *_, **__: 0
     cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
     return cache
@@ -132,15 +129,11 @@ def _put(layer: Any, name: str, index: int, value: Tensor) -> None:
         layer.conv_kernel_size[index] = value.shape[-1]
 
 
-def _assigning(layer: Any) -> Callable[..., Tensor]:
-    """A replacement of a layer's `update_recurrent_state`."""
-
-    def update(recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        layer.recurrent_states[state_idx] = recurrent_states
-        layer.is_recurrent_states_initialized[state_idx] = True
-        return recurrent_states
-
-    return update
+def _assign(layer: Any, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    """Stands for a layer's `update_recurrent_state`."""
+    layer.recurrent_states[state_idx] = recurrent_states
+    layer.is_recurrent_states_initialized[state_idx] = True
+    return recurrent_states
 
 
 def references_on_cpu(model: nn.Module) -> None:

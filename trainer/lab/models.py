@@ -96,15 +96,11 @@ class Headless(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         """Run the model; `output.logits` is [B, T, D], in whatever type the model gives it."""
         (head,) = self._heads
-        head.forward = _identity  # type: ignore[method-assign, assignment]
+        head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
         try:
             return self.model(**inputs)
         finally:
             del head.forward
-
-
-def _identity(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 @torch.no_grad()
@@ -134,7 +130,7 @@ class ChunkedObjective:
 
     Logits are computed for `chunk_tokens` tokens at a time, in the forward and again in the
     backward. All results are those of the plain objective up to the order of additions; gradients
-    of the output layer `head` add up in float32.
+    of the output layer `head` add up in float32 or wider.
     """
 
     def __init__(self, objective: Objective, head: nn.Module, *, chunk_tokens: int) -> None:

@@ -9,17 +9,19 @@ import inspect
 import math
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trainer.data.loader import MicroBatch
 from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.model.encoder import check_sizes
 from trainer.model.protocol import FEW_TOKENS, ModelOutput, evaluating, extras_of
+
+if TYPE_CHECKING:
+    from trainer.data.loader import MicroBatch
 
 TRIED_ROWS = (2, 3)  # two numbers of rows: the dimension that follows them is that of the batch
 
@@ -92,7 +94,8 @@ class NestLayout:
         """The state as rows [B, width], in the widest type of its tensors, at least float32. Raises
         ValueError: it has another layout."""
         tensors, spec = pytree.tree_flatten(state)
-        if spec != self._spec or [tuple(each.shape[1:]) for each in tensors] != [leaf.shape for leaf in self.leaves]:
+        shapes = [isinstance(each, Tensor) and each.shape[1:] for each in tensors]
+        if spec != self._spec or shapes != [leaf.shape for leaf in self.leaves]:
             raise ValueError(f"a state of another layout than {self}")
         rows = [leaf.to_rows(tensor) for leaf, tensor in zip(self.leaves, tensors, strict=True)]
         dtype = reduce(torch.promote_types, (each.dtype for each in rows), torch.float32)
@@ -185,7 +188,7 @@ def _first_states(model: nn.Module, seq_len: int | None, micro: MicroBatch | Non
 def _take_rows(
     place: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The arguments with the rows of states, of which `place` says where, as the model's own states."""
+    """The arguments; rows of states, given by name or at `place`, become the model's own."""
     layout: Any = model.state_layout
     if len(args) > place and isinstance(args[place], Tensor):
         args = (*args[:place], layout.unflatten(args[place]), *args[place + 1 :])
@@ -203,7 +206,7 @@ def _return_rows(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class TorchRnn(nn.Module):
-    """Embedding, torch's recurrent layers (`GRU` or `LSTM`), linear output; the state: h (and c)."""
+    """Embedding, torch's `GRU` or `LSTM` layers, linear output; the state: h (and c)."""
 
     def __init__(
         self,

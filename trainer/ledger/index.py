@@ -34,9 +34,8 @@ Evicted = tuple[EvictionMode, int]
 """How a group was evicted, and at which step."""
 
 MOST_EVICTED = 10**6
-"""Evicted groups that are remembered, at about 100 bytes each: others' false evictions do not count."""
+"""Evicted groups that are remembered, at about 200 bytes each: others' do not count."""
 PINNED = -2  # the last step of slots that must not be evicted; -1 is a free slot
-FALSE_EVICTION_KEYS = {mode: f"ledger/false_evictions/{mode}" for mode in EVICTION_MODES}
 
 
 class GroupIndex:
@@ -102,7 +101,7 @@ class GroupIndex:
         return slots
 
     def sweep(self, cutoff: int, step: int) -> None:
-        """Evict, as stale, the groups whose last store was before step `cutoff`."""
+        """Evict, as stale, the groups not `kept` whose last store was before step `cutoff`."""
         stale = np.flatnonzero((self.last_step >= 0) & (self.last_step < cutoff))
         if self.kept:
             stale = stale[~np.isin(self.group_of[stale], list(self.kept))]
@@ -156,7 +155,7 @@ class GroupIndex:
                 mode, _ = self.evicted.pop(group)
                 # A first cell starts from zero anyway, so nothing was lost.
                 if cell:
-                    self._counts[FALSE_EVICTION_KEYS[mode]] += 1
+                    self._counts[f"ledger/false_evictions/{mode}"] += 1
 
     def _occupy(self, groups: Ints) -> Ints:
         """Give each of the groups, none of them held, a free slot; there must be enough."""

@@ -34,7 +34,6 @@ COUNTER_KEYS = (
 
 GAUGE_KEYS = ("ledger/live_groups", "ledger/fill_fraction")
 
-ARRAYS = ("groups", "slots", "last_step", "free_slots")
 Shard = Mapping[str, Any]
 """A `state_dict`."""
 
@@ -69,7 +68,7 @@ class Ledger:
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step`: wipe or sweep if due since the last step.
 
-        Raises RuntimeError if `step` is before that of the last store.
+        Raises RuntimeError if `step` is below 0, or before that of the last store.
         """
         # A step may begin again: a run whose data are exhausted has begun steps without tokens.
         if step < max(self._stored_at, 0):
@@ -137,10 +136,7 @@ class Ledger:
         if not group_ids.shape == cell_index.shape == is_last.shape:
             shapes = f"{list(group_ids.shape)}, {list(cell_index.shape)} and {list(is_last.shape)}"
             raise ValueError(f"group_ids, cell_index and is_last must have the same shape, got {shapes}")
-        if states.requires_grad:
-            states = states.detach()
-        if states.dtype != self._slab.dtype or states.device != self._slab.device:
-            states = states.to(self._slab.device, self._slab.dtype)
+        states = states.detach().to(self._slab.device, self._slab.dtype)
         if end_ids is not None:
             # Groups that ended in their row come first: they free slots, and have no state.
             ended = np.flatnonzero(is_last | (group_ids != np.asarray(end_ids)))
@@ -225,7 +221,7 @@ class Ledger:
         return shard
 
     def held_rows(self) -> Iterator[Tensor]:
-        """The states held, in pieces [n, state_width] of some megabytes, on the CPU."""
+        """The states held, in `Slab.pieces` [n, state_width], on the CPU."""
         slots = self._index.held_slots()
         for piece in self._slab.pieces(slots.size):
             yield self._slab.read(slots[piece])[0].cpu()
@@ -239,7 +235,8 @@ class Ledger:
             self.load_shards([shard])
             return
         self._check([shard])
-        groups, slots, last_step, free = (shard[name].numpy() for name in ARRAYS)
+        names = ("groups", "slots", "last_step", "free_slots")
+        groups, slots, last_step, free = (shard[name].numpy() for name in names)
         self._index.fill((groups, slots, last_step), free, _evicted(shard))
         _restore_rows(self._slab, slots, shard, np.arange(slots.size))
         self._restored([shard])

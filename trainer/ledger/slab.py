@@ -13,14 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.arrays import Flags, Ints
+from trainer.arrays import Ints
 from trainer.on_device import to_device
 
 Native = Any
 """An array of the library that a slab works with: numpy's or torch's."""
 
 PIECE_BYTES = 64 * 2**20  # of rows that are copied together for a checkpoint
-LARGE_BYTES = 2**20  # above, a flag for each number takes as long as a copy of the rows
 NUMPY_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
@@ -67,13 +66,10 @@ class Slab:
         Returns how many rows, without those of `waste_slot`, are not valid: a number, or a tensor
         [] of the device.
         """
-        if self.library is np and rows.nbytes > LARGE_BYTES:
-            is_valid: Native = _are_finite(rows)
-        else:
-            is_valid = self.library.isfinite(self.native(rows)).all(1)
-        index = self.native(slots)
+        index, given = self.native(slots), self.native(rows)
+        is_valid = self.library.isfinite(given).all(1)
         self._is_valid[index] = is_valid
-        self._rows[index] = self.native(rows)
+        self._rows[index] = given
         return self.library.count_nonzero(~is_valid & (index != self.waste_slot))
 
     def restore(self, slots: Ints, rows: Tensor, is_valid: Tensor) -> None:
@@ -83,7 +79,7 @@ class Slab:
         self._is_valid[self.native(slots)] &= self.native(is_valid.to(self.device))
 
     def pieces(self, count: int) -> Iterator[slice]:
-        """Cut `count` rows into pieces of few megabytes, so that a copy of all never exists."""
+        """Cut `count` rows into pieces of `PIECE_BYTES` or a row: a copy of all never exists."""
         step = max(PIECE_BYTES // (self.width * self.dtype.itemsize), 1)
         for start in range(0, count, step):
             yield slice(start, start + step)
@@ -102,12 +98,3 @@ class Slab:
         # numpy takes zeros as the system has them: unused slots take no memory. torch writes them.
         zeros = np.zeros((shape[0], self.width * self.dtype.itemsize), np.uint8)
         return torch.from_numpy(zeros).view(self.dtype)
-
-
-def _are_finite(rows: Tensor) -> Flags:
-    """Which rows hold finite numbers alone, on the CPU, in one pass."""
-    are_finite: Flags = np.isfinite(rows.sum(1).numpy())
-    # A sum that is finite has finite terms. The other way round it may overflow.
-    doubtful = np.flatnonzero(~are_finite)
-    are_finite[doubtful] = np.isfinite(rows.numpy()[doubtful]).all(1)
-    return are_finite

@@ -60,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
         product = grad * unit
         mean = (product @ weight).div_(-unit.shape[-1]).unsqueeze(-1)
         grad_x = torch.addcmul(grad * weight, unit, mean).mul_(scale)
-        return grad_x, product.flatten(0, -2).sum(dim=0), None
+        return grad_x, product.reshape(-1, product.shape[-1]).sum(dim=0), None
 
 
 class GatedMLP(nn.Module):

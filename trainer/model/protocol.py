@@ -116,13 +116,14 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         owner, _, name = path.rpartition(".")
         layer = model.get_submodule(owner)
         dims = parameter.ndim if isinstance(layer, _LAYERS) else sum(size > 1 for size in parameter.shape)
-        is_free = getattr(parameter, "_no_weight_decay", False)
         is_called = name in _TABLES or ("embed" in name and name not in _OUTPUTS)
-        if id(parameter) in tables or (is_called and dims == 2 and not is_free):
+        if getattr(parameter, "_no_weight_decay", False):
+            roles[path] = "vector"
+        elif id(parameter) in tables or (is_called and dims == 2):
             roles[path] = "embedding"
         elif id(parameter) in outputs:
             roles[path] = "output"
-        elif dims < 2 or name in _VECTORS or is_free:
+        elif dims < 2 or name in _VECTORS:
             roles[path] = "vector"
         else:
             roles[path] = "matrix" if parameter.ndim == 2 else "kernel"

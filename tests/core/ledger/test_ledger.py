@@ -200,9 +200,8 @@ def test_the_oldest_slots_are_those_of_a_sort_of_all() -> None:
         groups = rng.permutation(60)[: rng.integers(1, 8)].tolist()
         ledger.begin_step(step)
         store(ledger, groups)
-        places = dict(
-            zip(*(ledger.state_dict(with_rows=False)[key].tolist() for key in ("groups", "slots")), strict=True)
-        )
+        saved = ledger.state_dict(with_rows=False)
+        places = dict(zip(saved["groups"].tolist(), saved["slots"].tolist(), strict=True))
         others = sorted(oldest_first.keys() - set(groups), key=oldest_first.get)
         gone = len(others) + len(groups) - len(places)
         assert places.keys() == {*others[gone:], *groups}

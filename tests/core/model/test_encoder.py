@@ -36,11 +36,12 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-def test_the_norm_is_torchs_with_its_gradients() -> None:
+@pytest.mark.parametrize("shape", [(3, 4, 5), (5,)])
+def test_the_norm_is_torchs_with_its_gradients(shape: tuple[int, ...]) -> None:
     norm = RMSNorm(5).double()
     nn.init.normal_(norm.weight)
     norm.eps = 1e-3
-    x, grad = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, dtype=torch.float64)
+    x, grad = torch.randn(shape, dtype=torch.float64, requires_grad=True), torch.randn(shape, dtype=torch.float64)
     found = [each(x) for each in (norm, partial(F.rms_norm, normalized_shape=(5,), weight=norm.weight, eps=1e-3))]
     found = [(each, *torch.autograd.grad(each, (x, norm.weight), grad)) for each in found]
     torch.testing.assert_close(*found, rtol=1e-13, atol=1e-14)
@@ -119,11 +120,14 @@ def test_autocast_keeps_the_state_and_the_scan_in_float32() -> None:
         ({"num_layers": -1}, r"model\.num_layers: gives a size of -1"),
         ({"mlp_ratio": 0.0}, r"model\.args\.mlp_ratio: gives a size of 0"),
         ({"tie_embeddings": "no"}, r"model\.args\.tie_embeddings: is 'no', neither"),
+        ({"heads": 3}, r"model\.args\.heads: is 3, no whole number that divides 4"),
+        ({"heads": 4}, r"model\.args\.heads: is 4, which gives each an odd width of 1"),
+        ({"heads": 2, "kv_heads": 3}, r"model\.args\.kv_heads"),
     ],
 )
 def test_impossible_sizes_are_refused(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(**{"vocab_size": 5, "dim": 4, "num_layers": 1, **arguments})
+        transformer.build(**{"vocab_size": 5, "dim": 4, "num_layers": 1, **arguments})
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> list[Tensor]:

@@ -160,7 +160,8 @@ class Various(torch.nn.Module):
         self.block.conv = torch.nn.Conv1d(dim, dim, 4, groups=dim)
         self.block.A_log = torch.nn.Parameter(torch.zeros(1, 1, 4, 1))
         self.block.gains = torch.nn.Parameter(torch.ones(4, dim))
-        self.block.gains._no_weight_decay = True
+        self.block.speakers = torch.nn.Embedding(4, dim)
+        self.block.gains._no_weight_decay = self.block.speakers.weight._no_weight_decay = True
         self.block.embed_gains = torch.nn.Parameter(torch.ones(1, dim))
         self.lm_head = torch.nn.Linear(dim, 256)
         self.block.one = torch.nn.Linear(dim, 1)
@@ -183,7 +184,7 @@ VECTORS = {
     "block.conv.bias",
     "block.one.bias",
 }
-VECTORS |= {"block.A_log", "block.gains", "block.embed_gains", "lm_head.bias"}
+VECTORS |= {"block.A_log", "block.gains", "block.speakers.weight", "block.embed_gains", "lm_head.bias"}
 TABLES = {"wpe.weight", "wte", "pos_embedding"}
 MATRICES = {"block.gru.weight_ih_l0", "block.gru.weight_hh_l0", "block.one.weight"}
 

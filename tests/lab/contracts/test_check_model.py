@@ -110,8 +110,20 @@ class NoStateInFloat64(Gru):
         return super().mix(x, state)
 
 
-def test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails():
-    report = check_model(made(NoStateInFloat64), vocab_size=VOCAB)
+class ComputesInFloat32(Gru):
+    """A kernel that takes float64 and computes in float32, unseen by torch's functions."""
+
+    def mix(self, x, state):
+        with torch._C.DisableTorchFunction():
+            self.rnn.float()
+            mixed, end = super().mix(x.float(), state)
+            self.rnn.to(x.dtype)
+        return mixed.to(x.dtype), end
+
+
+@pytest.mark.parametrize("make", [NoStateInFloat64, ComputesInFloat32])
+def test_a_forward_that_lacks_float64_is_not_taken_for_one_that_fails(make):
+    report = check_model(made(make), vocab_size=VOCAB)
     assert not report.breaches, report
     assert report["carry"].status == "held"
     assert "judged in float32" in report.how
@@ -313,11 +325,11 @@ def test_compiled_models_are_judged_like_others():
 
 def test_the_package_needs_torch_alone():
     code = (
-        "import sys, trainer.lab.contracts\n"
+        "import sys, trainer.lab.contracts, trainer.lab.nested_state\n"
         "print(sorted({m.split('.')[1] for m in sys.modules if m.startswith('trainer.')}), 'pydantic' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'wording']", "False"]
+    assert found.stdout.split() == ["['errors',", "'import_path',", "'lab',", "'model',", "'wording']", "False"]
 
 
 def test_a_state_that_the_ledger_cannot_hold_is_refused_with_the_way_out():

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from trainer.errors import UserError
 from trainer.lab.nested_state import NestLayout, carry_flat
@@ -41,10 +42,6 @@ def filled(nest: Any, rows: int) -> Any:
     )
 
 
-def leaves(state: Any) -> list[torch.Tensor]:
-    return torch.utils._pytree.tree_leaves(state)
-
-
 @given(nest=NESTS, rows=st.integers(1, 4))
 def test_any_nest_comes_back_bit_for_bit(nest, rows):
     layout, state = NestLayout(filled(nest, 2)), filled(nest, rows)
@@ -52,8 +49,8 @@ def test_any_nest_comes_back_bit_for_bit(nest, rows):
     assert flat.shape == (rows, layout.width)
     assert flat.dtype in (torch.float32, torch.float64)
     found = layout.unflatten(flat)
-    assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(state)
-    for one, other in zip(leaves(found), leaves(state), strict=True):
+    assert tree_structure(found) == tree_structure(state)
+    for one, other in zip(tree_leaves(found), tree_leaves(state), strict=True):
         assert torch.equal(one.to(other.dtype), other)
         double = {torch.complex64: torch.complex128} if other.is_complex() else dict.fromkeys(FLOATS, torch.float64)
         assert one.dtype == (double.get(other.dtype, other.dtype) if flat.dtype == torch.float64 else other.dtype)
@@ -77,8 +74,9 @@ def test_gradients_pass_through_complex_and_real_leaves():
 
 def test_a_state_of_another_layout_is_refused():
     layout = NestLayout([torch.zeros(2, 3), torch.zeros(2, 4)])
-    with pytest.raises(ValueError, match=r"another layout than state\[0\] \[3\], state\[1\] \[4\]"):
-        layout.flatten([torch.zeros(2, 4), torch.zeros(2, 3)])
+    for second in (torch.zeros(2, 3), None):
+        with pytest.raises(ValueError, match=r"another layout than state\[0\] \[3\], state\[1\] \[4\]"):
+            layout.flatten([torch.zeros(2, 3), second])
     assert layout.to_json() == [["state[0]", [3]], ["state[1]", [4]]]
 
 
@@ -119,12 +117,9 @@ class Takes48(Stateful):
 
 
 def test_the_layout_is_found_at_a_length_that_the_model_takes():
-    def make() -> nn.Module:
-        return Takes48(lambda end: {"sum": end})
-
-    assert carry_flat(make(), seq_len=48).state_width == 5
+    assert carry_flat(Takes48(lambda end: {"sum": end}), seq_len=48).state_width == 5
     with pytest.raises(RuntimeError, match="got 50"):  # the error is that of the length that a run has
-        carry_flat(make(), seq_len=50)
+        carry_flat(Takes48(lambda end: {"sum": end}), seq_len=50)
 
 
 def test_a_state_that_is_missing_later_is_told_as_missing():

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.on_device import saved_bytes
-from trainer.errors import UserError
 from trainer.lab import gated_delta, transformer
 from trainer.lab.samples import Draw, draw_token, generate
 from trainer.lab.transformer import build as build_transformer
@@ -87,12 +86,6 @@ def test_flops_per_token_equal_torchs_count(tie_embeddings):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(batch).logits.sum().backward()
     assert model.flops_per_token(16) == counter.get_total_flops() / batch.numel()
-
-
-@pytest.mark.parametrize("settings", [{"heads": 5}, {"heads": 32}, {"heads": 4, "kv_heads": 3}])
-def test_sizes_that_do_not_divide_are_refused(settings):
-    with pytest.raises(UserError, match=f"model.args.{[*settings][-1]}"):
-        build_transformer(29, 32, 2, **settings)
 
 
 VOCABULARY = 31

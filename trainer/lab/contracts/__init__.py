@@ -1,6 +1,5 @@
-"""Checks that a model keeps the contract of a sequence model with carried state. Needs torch alone.
-
-It could go if no model but our own were trained.
+"""Checks that a model keeps the contract of a sequence model with carried state. Needs torch alone,
+unless the model declares losses. It could go if only our own models were trained.
 
 from trainer.lab.contracts import check_model
 

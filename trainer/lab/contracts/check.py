@@ -105,11 +105,14 @@ def check_model(
 
 
 def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> str:
-    """Fill in the verdicts. Returns the circumstances. Raises CallFailed: the forward is broken."""
+    """Fill in the verdicts. Returns the circumstances. Raises CallFailed: the forward is broken;
+    NotTestable: it needs unknown inputs, or cannot be judged."""
     seq_len = request.seq_len
     # Compiled, it would compile for minutes, once per shape.
     model = getattr(model, "_orig_mod", model)
-    _refuse_unknown_inputs(model)
+    if unknown := needed_inputs(model) - {"tokens", "resets"}:
+        text = f"forward needs {', '.join(sorted(unknown))}, and only tokens, state and resets are known"
+        raise NotTestable(f"{text} here: train check --config judges it on the first batch of its data")
     model = private_copy(model)
     given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     _find_state(model, seq_len)
@@ -188,14 +191,6 @@ def needed_inputs(model: nn.Module) -> set[str]:
     skipped = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(model.forward).parameters.values()
     return {p.name for p in parameters if p.default is p.empty and p.kind not in skipped} - {"state"}
-
-
-def _refuse_unknown_inputs(model: nn.Module) -> None:
-    """Raises NotTestable: `forward` needs inputs that are not known."""
-    unknown = needed_inputs(model) - {"tokens", "resets"}
-    if unknown:
-        text = f"forward needs {', '.join(sorted(unknown))}, and only tokens, state and resets are known here"
-        raise NotTestable(f"{text}: train check --config judges it on the first batch of its data")
 
 
 def _judge(trial: Trial, working: Subject, verdicts: dict[str, Verdict]) -> str:
@@ -326,7 +321,7 @@ def find_causes(trial: Trial) -> dict[str, Verdict]:
     others, whole, found = trial.others(tokens), subject(tokens, zeros).logits, dict[str, Verdict]()
 
     def judge(check: str, errors: Tensor, text: str) -> None:
-        """Of errors [B, T]; `text` takes the first position that is wrong, and the largest error."""
+        """Of errors [B, T]; `text` takes the first wrong position, and the largest error."""
         size, wrong = float(errors.max()), (errors.amax(0) > trial.rounding.limit).nonzero()
         found[check] = Verdict(check, "held", f"on short rows, to {size:.1e}", size)
         if len(wrong):

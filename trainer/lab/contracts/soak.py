@@ -32,6 +32,7 @@ SLOW_CALL = 0.05  # seconds, beside which setting up takes little
 FLIPPED = 16  # tokens of which rounding above `EXACT` may send the half to other experts
 PHASES = ("reads one document", "ended and began again", "began a document late", "changes documents")
 EXACT = 1e-10  # relative rounding of float64, not of float32
+NO_HARM = 1e-5  # of a gradient's norm: errors below it are those of float32
 ALLOWED = 8.0  # errors of a batch at low precision, over those of the documents run alone at it
 HARMLESS = "which matters in a loop that trains through it"
 
@@ -188,7 +189,7 @@ class _Soak:
 
     def _make_batch(self, short: Sequence[int] = SHORT, *, is_anew: bool = False) -> _Batch:
         """A batch in mixed phases: that of a row is the digit sum of its number in base 4, so that
-        no two rows that are 1, 4, 8, 16 or 32 apart are the same. `is_anew`: each cell begins documents."""
+        no two that are 1, 4, 8, 16 or 32 apart are the same. `is_anew`: each cell begins documents."""
         rows, cell = self.size
         lengths = [cell] * CELLS
         lengths += [each for each in (self._longer, *short) if each in self._taken]
@@ -242,7 +243,7 @@ class _Soak:
         return Verdict("soak", "held", f"to {largest:.0e}", largest)
 
     def _compare_inexact(self, way: Subject) -> Verdict:
-        """At low precision, an honest row is as far from exact logits as its documents alone are."""
+        """At low precision, a row is as far from exact logits as its documents alone are."""
         batch, unit, cell = self._make_batch(), self.trial.rounding.unit, self.size.cell
         joined, own = self._read_batch(way, batch), self._read_alone(way, batch)
         wanted = self._read_alone(self.exact, batch)
@@ -285,7 +286,7 @@ class _Soak:
         return torch.cat(logits, dim=1)
 
     def _read_alone(self, way: Subject, batch: _Batch) -> dict[_Document, Tensor]:
-        """The logits of each document run alone. Raises NotTestable: the model takes no such row."""
+        """The logits of each document run alone. Raises NotTestable: it takes no such row."""
         try:
             return {each: self._read(way, batch, each) for each in batch.documents(has_state=way.width > 0)}
         except CallFailed as error:
@@ -365,7 +366,7 @@ class _Soak:
         found = gradient({each: joined[batch.copies[each.row], each.begin : each.end] for each in documents})
         if not all(each.isfinite().all() for each in found):
             return Verdict("gradient", "broken", "the gradient of a batch is not finite")
-        wanted, limit = of_documents(), rounding.limit
+        wanted, limit = of_documents(), max(rounding.limit, NO_HARM)
         size = _distance(found, wanted)
         if not size <= limit:  # the gradient may be worse conditioned than the logits
             step = math.sqrt(torch.finfo(way.dtype).eps)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ NO_STATE: Final = "the model has no state (state_width = 0)"  # so nothing about
 ROWS, CELLS = 2, 3  # of a short row
 CELL_LENGTHS = (6, 4, 16, 32, 64, 128, 256)
 LARGEST_STEP = 0.01  # relative change of the parameters, of which the logits are a linear function
+FINE_STEPS = 1e-6, 1e-10  # the same, of which float32 rounds away the second
 CHAOS = 0.25  # of the logits' spread: a rounding that has grown to this hides everything
 
 
@@ -113,7 +115,7 @@ class Rounding:
 
     @property
     def limit(self) -> float:
-        """Logits are wrong above half way, in orders of magnitude, from rounding to their spread."""
+        """Errors above it are wrong: half way, in orders of magnitude, from rounding to 1."""
         return math.sqrt(self.noise)
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
@@ -122,6 +124,11 @@ class Rounding:
         if self.chunk == 1:
             return errors
         return torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
+
+    def slope(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, step: float) -> float:
+        """The largest error of logits, over `step`, if the parameters change by `step`."""
+        with subject.perturbed(step):
+            return float(self.errors(read(), wanted).max()) / step
 
     def measured(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, eps: float) -> Rounding:
         """As the response of logits [..., T, V] to parameters that change by one rounding.
@@ -191,7 +198,8 @@ def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
 
 def make_trial(subject: Subject, request: Request) -> Trial:
     """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
-    takes none (as of the training length); NotTestable: its logits are constant or not finite."""
+    takes none (as of the training length); NotTestable: its logits are constant, not finite, or not
+    in float64 where its parameters are."""
     if request.vocab_size < 2:
         raise NotTestable("there is only one token id, which nothing can replace")
     trial = _with_cell_length(subject, request)
@@ -205,13 +213,18 @@ def make_trial(subject: Subject, request: Request) -> Trial:
     if not varies.any():
         raise NotTestable("the logits are the same at every position, whatever the tokens are")
     columns = varies.nonzero().flatten()
-    rounding = Rounding(float(flat[:, columns].std(0).square().mean().sqrt())).measured(
-        subject,
-        lambda: subject(tokens, zeros).logits[..., columns],
-        whole[..., columns],
-        torch.finfo(subject.dtype).eps,
-    )
-    return replace(trial, columns=columns, rounding=rounding)
+    wanted, eps = whole[..., columns], torch.finfo(subject.dtype).eps
+
+    def read(length: int | None = None) -> Tensor:
+        return subject(tokens, zeros).logits[:, :length, columns]
+
+    rounding = Rounding(float(flat[:, columns].std(0).square().mean().sqrt()))
+    if subject.dtype == torch.float64:  # of the parameters; a kernel may compute in float32
+        own = subject, partial(read, trial.cell), wanted[:, : trial.cell]
+        coarse, fine = (rounding.slope(*own, step) for step in FINE_STEPS)
+        if not math.isclose(coarse, fine, rel_tol=0.1):
+            raise NotTestable("the model computes in less than float64")
+    return replace(trial, columns=columns, rounding=rounding.measured(subject, read, wanted, eps))
 
 
 def _with_cell_length(subject: Subject, request: Request) -> Trial:
