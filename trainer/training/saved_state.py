@@ -89,6 +89,7 @@ class Saver:
             "data_shards": view.info.world_size * len(state.shards),
             "model_files": saving_ranks(state.model),
             "evaluation_is_due": position.evaluation_is_due,
+            "is_over": position.step == position.last_step and not position.evaluation_is_due,
             "tracker": state.tracker.state_dict(),
             "gns": None if state.gns is None else state.gns.state_dict(),
             "state_layout": state.state_layout,
