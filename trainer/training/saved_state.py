@@ -204,11 +204,10 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
     position.evaluation_is_due = saved["evaluation_is_due"] and plan.config.eval.every > 0
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
+        position.skipped_in_a_row = int(parts[min(parts)]["unlogged"]["in_a_row"])  # the same in all
         if is_same:
             for index, shard in enumerate(state.shards):
-                unlogged = parts[shard.number]["unlogged"]
-                position.unlogged[index].load_state_dict(unlogged["pool"])
-                position.skipped_in_a_row = int(unlogged["in_a_row"])
+                position.unlogged[index].load_state_dict(parts[shard.number]["unlogged"]["pool"])
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 
