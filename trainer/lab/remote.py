@@ -103,8 +103,9 @@ class Store:
         A CheckpointError: it is missing or damaged, and nothing is left of it here.
         """
         name = checkpoint_name(step)
-        staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
-        discard(staging)
+        # Under its own name, by which `verify` knows its step.
+        staging, target = checkpoints / f".tmp_{name}.remote" / name, checkpoints / name
+        discard(staging.parent)
         staging.mkdir(parents=True)
         started = time.monotonic()
         try:
@@ -118,7 +119,7 @@ class Store:
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(staging), f"{self.url}/{name}")) from None
         finally:
-            discard(staging)
+            discard(staging.parent)
         sync_directory(checkpoints)
         logger.info("downloaded %s/%s in %.1f s", self.url, name, time.monotonic() - started)
         return target, state

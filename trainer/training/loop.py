@@ -247,14 +247,15 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
         odd |= {key for key, x in given.items() if isinstance(x, Tensor) and not x.isfinite().all()}
     names = ", ".join(sorted(set().union(*gather_from_ranks(odd, world_size=view.info.world_size))))
     what += f"; numbers of the batch are not finite: {names}" * bool(names)
-    if view.config.train.on_non_finite == "stop":
-        # The last row of the record. Unless the step is a logged one, the next is in flight and its
-        # groups are counted in the ledger already, so that the row holds only the host's metrics.
-        end_step(run, taken, outcome, is_logged=True, drains=step.is_logged)
-        raise NonFiniteError(f'{what}; see what it read: {command}; train.on_non_finite = "skip" would continue')
-    if position.skipped_in_a_row > MAX_SKIPS:
-        many = f"{position.skipped_in_a_row} steps in a row were skipped"
-        raise NonFiniteError(f"{what}; {many}; see what it read: {command}")
+    advice = '; train.on_non_finite = "skip" would continue'
+    if view.config.train.on_non_finite == "skip":
+        if position.skipped_in_a_row <= MAX_SKIPS:
+            return
+        what, advice = f"{what}; {position.skipped_in_a_row} steps in a row were skipped", ""
+    # The last row of the record. Unless the step is a logged one, the next is in flight and its
+    # groups are counted in the ledger already, so that the row holds only the host's metrics.
+    end_step(run, taken, outcome, is_logged=True, drains=step.is_logged)
+    raise NonFiniteError(f"{what}; see what it read: {command}{advice}")
 
 
 def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:

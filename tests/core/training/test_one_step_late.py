@@ -119,6 +119,7 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeyp
         status = json.loads((run_dir / "status.json").read_text())
         assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
         assert f"train data at {run_dir} 6" in status["reason"]
+        assert read_rows(run_dir / "metrics.jsonl")["train", 6]["non_finite_steps"] >= 1
 
 
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():
