@@ -27,7 +27,6 @@ from trainer.training.extension import Extensions, RunView
 from trainer.training.plan import Plan
 from trainer.training.run_dir import environment
 from trainer.training.tensor_files import (
-    Part,
     Rows,
     TensorPart,
     model_file,
@@ -36,6 +35,7 @@ from trainer.training.tensor_files import (
     read_shard,
     rows_file,
     write_part,
+    write_rows,
 )
 from trainer.training.train_state import Position, TrainState, load_optimizer, load_weights_of, model_part, open_model
 from trainer.wording import counted
@@ -101,21 +101,15 @@ class Saver:
             LANE_SETS: sorted(state.shards[0].dataset.lane_sets.items()),
             "evaluated": {} if view.evaluator is None else {each.name: each.read for each in view.evaluator.sets},
         }
-
-        def write_all() -> None:
-            for name, part in self._parts().items():
-                write_part(staging / name, part)
-
         # All ranks must have written before rank 0 publishes.
-        self._together(write_all)
+        self._together(lambda: self._write(staging))
         self._together(lambda: self._publish(shared), on_main=True)
         self.last_saved = position.step
         view.record("checkpoint/save_sec", time.monotonic() - started)
 
-    def _parts(self) -> dict[str, Part]:
-        """The files that this rank writes; they refer to the tensors, without copies."""
+    def _write(self, staging: Path) -> None:
+        """Write the files of this rank's data shards, and of its part of the model."""
         state, position, rank = self._view.state, self._view.position, self._view.info.rank
-        parts: dict[str, Part] = {}
         for index, shard in enumerate(state.shards):
             own: dict[str, Any] = {"data": position.data_states[index]}
             own["unlogged"] = {"pool": position.unlogged[index].state_dict(), "in_a_row": position.skipped_in_a_row}
@@ -123,14 +117,13 @@ class Saver:
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
                 own["unlogged"]["ledger"] = ledger.undrained()
-                parts[rows_file(shard.number)] = ledger.held_rows()
+                write_rows(staging / rows_file(shard.number), ledger.held_rows())
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
-            parts[rank_file(shard.number)] = TensorPart(rows, values)
+            write_part(staging / rank_file(shard.number), TensorPart(rows, values))
         model = model_part(state, rank=rank)
         if model is not None:
-            parts[model_file(rank)] = model
-        return parts
+            write_part(staging / model_file(rank), model)
 
     def _make_staging(self, staging: Path) -> None:
         self._view.run_dir.check_owner()

@@ -52,16 +52,15 @@ class TensorPart(NamedTuple):
     values: Any = None
 
 
-Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] on the CPU
+def write_rows(path: Path, states: Iterator[Tensor]) -> None:
+    """Write a file of states, given in pieces [n, width] on the CPU, as `write_part` does."""
+    with replacing(path) as file:
+        for piece in states:
+            file.write(piece.view(torch.uint8).numpy().data)
 
 
-def write_part(path: Path, part: Part) -> None:
+def write_part(path: Path, part: TensorPart) -> None:
     """Write one file of a checkpoint, atomically and synced. An OSError if it cannot be written."""
-    if not isinstance(part, TensorPart):
-        with replacing(path) as file:
-            for piece in part:
-                file.write(piece.view(torch.uint8).numpy().data)
-        return
     offsets, shapes = {}, {name: own.shape for name, own in part.rows.items()}
     for name, (_, start, shape) in part.rows.items():
         first = [start, *[0] * (len(shape) - 1)] if shape else []  # only rows are split
@@ -261,7 +260,7 @@ def read_shard(path: Path, shard: int) -> dict[str, Any]:
 
 
 def _map_rows(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """States that `write_part` wrote, [count, width], as a memory map of the file."""
+    """States that `write_rows` wrote, [count, width], as a memory map of the file."""
     needed = shape[0] * shape[1] * dtype.itemsize
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size

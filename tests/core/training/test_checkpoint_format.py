@@ -133,6 +133,9 @@ def test_torchs_own_reader_reads_the_same_tensors(tmp_path):
     given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(given, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())
+    ours = TensorFiles([tmp_path / model_file(0)])
+    ours.read("c").fill_(torch.nan)  # a copy
+    assert torch.equal(ours.read("c"), expected["c"])
 
 
 def test_nothing_reads_what_could_be_a_pickle():

@@ -89,7 +89,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, damage):
+def test_damage_is_seen_auto_falls_back_one_a_path_is_refused_and_of_none_that_is_whole_auto(tmp_path, damage):
+    assert files.find(tmp_path, "auto") is files.find(tmp_path, "off") is None
     make_checkpoint(tmp_path, 5)
     newest = make_checkpoint(tmp_path, 10)
     damage(newest)
@@ -100,13 +101,8 @@ def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, dama
     found = files.find(tmp_path, "auto")
     assert found is not None
     assert files.step_of(found[0]) == 5
-
-
-def test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole(tmp_path):
-    assert files.find(tmp_path, "auto") is None
-    assert files.find(tmp_path, "off") is None
-    flip(make_checkpoint(tmp_path, 5))
-    with pytest.raises(UserError, match="no checkpoint in .* is whole"):
+    shutil.rmtree(found[0])
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
         files.find(tmp_path, "auto")
 
 
