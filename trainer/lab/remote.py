@@ -263,7 +263,7 @@ class Uploads:
         self._is_tidy = self._has_warned = False
 
     def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics) -> None:
-        """`step`: that the run continues from; later ones in the store are of another branch."""
+        """Start. `step`: that the run continues from; the store's later ones are of another branch."""
         self._checkpoints, self._step = run_dir.checkpoints, step
         # Of its own, and never closed: the thread may write an event until the process ends.
         self._events = EventWriter(run_dir.events)
@@ -319,7 +319,7 @@ class Uploads:
         except Exception as error:  # noqa: BLE001 - whatever a backend raises
             self._event("remote_failed", global_step=step, error=error_text(error))
             if not self._has_warned:
-                text = "%s cannot be uploaded now: %s; the run goes on, and the next save is tried"
+                text = "after %s the store fails: %s; the run goes on, and the next save is tried"
                 logger.warning(text, path.name, error)
             self._has_warned = True
 

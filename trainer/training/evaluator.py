@@ -129,8 +129,8 @@ class Evaluator:
     def run(self, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Evaluate; the same numbers on every rank, by catalog key.
 
-        Numbers of held-out documents are missing if no rank had one. Nothing is returned once the
-        details have failed on any rank: the sums would cover only part of the documents.
+        A set without a known target has none. Nor has any set once the details have failed on a
+        rank: the sums would cover only part of the documents. A custom task goes on.
 
         Args:
             step: the last step, for a custom task.
@@ -213,6 +213,7 @@ class Evaluator:
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
 
     def _with_perplexity(self, reduced: dict[str, float]) -> dict[str, float]:
+        """A set's numbers, its perplexity too; none if no target is known."""
         if not reduced.keys() & {"loss", "accuracy"}:
             return {}
         if "loss" in reduced:

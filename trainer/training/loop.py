@@ -106,7 +106,7 @@ def run_loop(run: Run) -> str:
 
 
 def _begin(run: Run) -> str | None:
-    """Evaluate, if the run that is resumed still had to. Returns why it stops before a step, or None.
+    """Evaluate if the resumed run still had to. Returns why the run stops before a step, or None.
 
     The first step may take minutes (compilation), and nothing is lost yet.
     """
@@ -305,9 +305,11 @@ def end_of_data(run: Run, taken: InFlight | None) -> str:
     """
     position, step, found = run.position, run.position.step, run.view.found
     was_over = taken is None and found is not None and found[1].get("is_over", False)
-    if not step or position.last_step == step or was_over:  # of two steps in flight, both may have none
+    # Another step without data may be in flight.
+    if not step or position.last_step == step or was_over:
         return NO_DATA
-    position.last_step, run.saver.last_saved = step, -1  # its checkpoint does not know that it is the last
+    position.last_step = step
+    run.saver.last_saved = -1  # its checkpoint does not know that the run is over
     if taken is not None and not run.tracker.will_log(step):
         run.tracker.log_last(step, reduced_metrics(run, step, taken.launched.ready_at))
     is_evaluated = position.last_eval is not None and position.last_eval[0] == step

@@ -192,12 +192,16 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         position = Position.of(state, saved["step"])
     # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
-        _restore_ledgers(state, saved, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
+        layout = saved.get("state_layout")
+        if state.ledgers and layout != state.state_layout:
+            raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
+        _restore_ledgers(state, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
     position.reached = saved["reached"]
     position.evaluation_is_due = saved["evaluation_is_due"] and plan.config.eval.every > 0
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
-        position.skipped_in_a_row = int(parts[min(parts)]["unlogged"]["in_a_row"])  # the same in all
+        # The same in all parts.
+        position.skipped_in_a_row = int(parts[min(parts)]["unlogged"]["in_a_row"])
         if is_same:
             for index, shard in enumerate(state.shards):
                 position.unlogged[index].load_state_dict(parts[shard.number]["unlogged"]["pool"])
@@ -225,16 +229,8 @@ def _stream_sizes(data: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _restore_ledgers(
-    state: TrainState,
-    saved: Mapping[str, Any],
-    parts: Mapping[int, Mapping[str, Any]],
-    *,
-    is_same: bool,
-    may_grow: bool,
+    state: TrainState, parts: Mapping[int, Mapping[str, Any]], *, is_same: bool, may_grow: bool
 ) -> None:
-    layout = saved.get("state_layout")
-    if state.ledgers and layout != state.state_layout:
-        raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
     for shard in state.shards:
         if shard.ledger is None:
             continue
@@ -246,9 +242,9 @@ def _restore_ledgers(
             shard.ledger.load_state_dict(parts[shard.number]["ledger"])
             shard.ledger.load_undrained(parts[shard.number]["unlogged"]["ledger"])
             continue
-        shards = [part["ledger"] for part in parts.values() if "ledger" in part]
+        saved = [part["ledger"] for part in parts.values() if "ledger" in part]
         groups = shard.dataset.groups_in_flight
         if groups is None:  # the states of other ranks are kept, too, and need room
-            shard.ledger.load_shards(shards)
+            shard.ledger.load_shards(saved)
         else:  # no other group will be looked up
-            shard.ledger.load_shards(shards, owned=partial(np.isin, test_elements=groups))
+            shard.ledger.load_shards(saved, owned=partial(np.isin, test_elements=groups))

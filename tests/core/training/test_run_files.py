@@ -99,7 +99,6 @@ def test_damage_is_seen_auto_falls_back_one_a_path_is_refused_and_of_none_that_i
     with pytest.raises(UserError, match="--resume"):
         files.find(tmp_path, str(newest))
     found = files.find(tmp_path, "auto")
-    assert found is not None
     assert files.step_of(found[0]) == 5
     shutil.rmtree(found[0])
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
@@ -234,7 +233,6 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     moved = files.set_aside_after(tmp_path, 5, own)
     assert sorted(path.name for path in moved) == ["step_00000010", "step_00000015"]
     found = files.find(tmp_path, "auto")
-    assert found is not None
     assert files.step_of(found[0]) == 5
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
     assert files.set_aside_after(tmp_path, 5, own) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == []
