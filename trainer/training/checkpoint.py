@@ -110,7 +110,7 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, the best and `spared`."""
+    """Delete checkpoints except the newest `keep_last`, each `keep_every`-th, best and `spared`."""
     found = complete_checkpoints(checkpoints)
     kept = {spared, *map(best_step, found[:1])}
     for path in found[keep_last:]:
@@ -277,7 +277,6 @@ class _SavedState(BaseModel, strict=True):
     """The fields of state.json that restoring needs."""
 
     step: Count
-    world_size: Ranks
     data_shards: Ranks
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count

@@ -32,6 +32,9 @@ from trainer.training.build import autocast_context, evaluated_rows, make_held_o
 from trainer.training.core_extensions import StepDetails
 from trainer.training.plan import Plan, Source, width_of
 
+logger = get_logger(__name__)
+ALL = 2**62
+"""More micro-batches than any set has."""
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 """The numbers that are logged of an `[[eval.source]]`."""
 
@@ -69,7 +72,8 @@ class EvalSet(NamedTuple):
 class Evaluator:
     """Runs evaluations, each over the same micro-batches.
 
-    `model` is for a custom task, `row_model` runs a row, without DDP: only sums are reduced.
+    `model` is the plain one, for a custom task; `row_model` runs rows, without DDP: only sums are
+    reduced.
     """
 
     def __init__(
@@ -236,11 +240,6 @@ def _named(name: str, reduced: dict[str, float], found: dict[str, float]) -> dic
     for key, value in found.items():  # those by depth have names in parts, as those of a set
         named[f"eval/{key}" if "/" in key else f"{EVAL_PREFIX}{key}"] = value
     return named
-
-
-logger = get_logger(__name__)
-ALL = 2**62
-"""More micro-batches than any set has."""
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, *, has_state: bool = True) -> list[EvalSet]:

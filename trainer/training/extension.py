@@ -284,8 +284,6 @@ class Extensions:
 
     def sum_up(self, is_rejected: Tensor) -> Measured | None:
         """Call `optimizer_done` and `updated`, and start to sum; None: nothing is summed."""
-        if not self._measuring:
-            return None
         for each in self._measuring:
             if each.guard.enabled and each.has("optimizer_done"):
                 each.extension.optimizer_done(is_rejected)  # half a result is worse than none

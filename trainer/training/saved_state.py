@@ -61,7 +61,7 @@ class Saver:
         self._view, self._extensions, self._fingerprint, self._uploads = view, extensions, fingerprint, uploads
         is_own = view.found is not None and view.found[0].resolve().parent == view.run_dir.checkpoints.resolve()
         self.last_saved = view.first_step if is_own else -1
-        """Step of the last checkpoint here, at first the one that is continued; -1: none."""
+        """Step of the last checkpoint here, at first the one that is continued; -1: none is up to date."""
         self._set_clock()
 
     def _set_clock(self) -> None:
@@ -72,7 +72,7 @@ class Saver:
             self.due_time = time.monotonic() + 60 * minutes
 
     def save(self) -> None:
-        """Save the state after the last finished step. Collective; all raise a SaveError."""
+        """Save the state after the last finished step (collective). A SaveError on all ranks alike."""
         view, position, state = self._view, self._view.position, self._view.state
         started = time.monotonic()
         position.must_save = False
@@ -85,7 +85,6 @@ class Saver:
             "step": position.step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
-            "world_size": view.info.world_size,
             "data_shards": view.info.world_size * len(state.shards),
             "model_files": saving_ranks(state.model),
             "evaluation_is_due": position.evaluation_is_due,
