@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.ending import StopRequest
@@ -47,7 +46,8 @@ class StoreError(Exception):
 class Store:
     """The checkpoints below a URL. Methods raise StoreError if the backend fails.
 
-    Raises UserError: the URL has a password, its protocol is unknown, or a package is missing.
+    Raises UserError: the URL has a password or names no place, its protocol is unknown, or a
+    package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -56,7 +56,7 @@ class Store:
         self._has_directories = protocol not in OBJECT_STORES
         fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
-            if urlsplit(url).password is not None:
+            if ":" in rest.partition("/")[0].rpartition("@")[0]:  # which `urlsplit` may fail to find
                 fix, self.url = "set the credentials in the environment", "a URL with a password in it"
                 raise ValueError("every run would copy it into its config")
             if not rest.strip("/"):

@@ -143,7 +143,7 @@ class Extension:
         metric_keys: the names of the metrics that it drains, or that have no row of their own.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
         every_step: `micro_done` to `updated` are called at all steps, not only at logged ones.
-        boundary_every: the next step waits for `at_boundary` after its multiples, too; 0: no.
+        boundary_every: the next step also waits for `at_boundary` after multiples of this; 0: none.
     """
 
     metric_keys: Sequence[str] = ()

@@ -312,8 +312,9 @@ def end_of_data(run: Run, taken: InFlight | None) -> str:
     run.saver.last_saved = -1  # its checkpoint does not know that the run is over
     if taken is not None and not run.tracker.will_log(step):
         run.tracker.log_last(step, reduced_metrics(run, step, taken.launched.ready_at))
-    is_evaluated = position.last_eval is not None and position.last_eval[0] == step
-    if run.evaluator is not None and not is_evaluated and not evaluate(run):
+    evaluated, _ = position.last_eval or (0, {})  # perhaps already for the run that is resumed
+    is_due = run.evaluator is not None and step % run.view.config.eval.every and evaluated != step
+    if is_due and not evaluate(run):
         return stopped_by(run)
     run.extensions.call("at_boundary", step, is_last=True)
     return NO_DATA
