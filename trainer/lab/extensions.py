@@ -36,8 +36,8 @@ AVERAGES: Final = "ema."  # begins the names of the averages in a checkpoint
 
 
 class AveragedWeights(Extension):
-    """The exponential moving average of each trained parameter, a <- a + (1 - train.ema) (w - a)
-    after each step that was not rejected: in float32 or float64, of this rank's part of it.
+    """The exponential moving average of this rank's part of each trained parameter, in float32 (of
+    float64 in that): a <- a + (1 - train.ema) (w - a) after each step that was not rejected.
 
     Buffers and frozen parameters are not averaged: with the averages go the model's own.
     """

@@ -81,7 +81,7 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def discard_staging(checkpoints: Path) -> None:
-    """Remove the files of an interrupted save (rank 0, at the start of a run)."""
+    """Remove the files of an interrupted or failed save (rank 0)."""
     for path in checkpoints.glob(".tmp_step_*"):
         discard(path)
     remove_leftovers(checkpoints)  # such as a half-made link
@@ -293,7 +293,7 @@ class _SavedState(BaseModel, strict=True):
 
 @contextmanager
 def loading(path: Path, part: str) -> Iterator[None]:
-    """Around loading a part of a checkpoint: any exception becomes a UserError that names it."""
+    """Around loading a part of a checkpoint: any exception but a UserError becomes one of the part."""
     problem = f"{path}: its {part} cannot be restored"
     with users_code("--resume", problem, "resume from another checkpoint"):
         yield
