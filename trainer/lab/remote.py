@@ -56,7 +56,8 @@ class Store:
         self._has_directories = protocol not in OBJECT_STORES
         fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
-            if ":" in rest.partition("/")[0].rpartition("@")[0]:  # which `urlsplit` may fail to find
+            # Not by `urlsplit`, which a bracket in the password stops.
+            if ":" in rest.partition("/")[0].rpartition("@")[0]:
                 fix, self.url = "set the credentials in the environment", "a URL with a password in it"
                 raise ValueError("every run would copy it into its config")
             if not rest.strip("/"):
@@ -263,7 +264,7 @@ class Uploads:
         self._is_tidy = self._has_warned = False
 
     def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics) -> None:
-        """Start. `step`: that the run continues from; the store's later ones are of another branch."""
+        """Start. `step`: the run continues from it; the store's later ones are another branch's."""
         self._checkpoints, self._step = run_dir.checkpoints, step
         # Of its own, and never closed: the thread may write an event until the process ends.
         self._events = EventWriter(run_dir.events)

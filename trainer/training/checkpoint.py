@@ -293,7 +293,7 @@ class _SavedState(BaseModel, strict=True):
 
 @contextmanager
 def loading(path: Path, part: str) -> Iterator[None]:
-    """Around loading a part of a checkpoint: any exception but a UserError becomes one of the part."""
+    """Around loading a part of a checkpoint: what is no UserError becomes one that names it."""
     problem = f"{path}: its {part} cannot be restored"
     with users_code("--resume", problem, "resume from another checkpoint"):
         yield

@@ -61,7 +61,7 @@ class Saver:
         self._view, self._extensions, self._fingerprint, self._uploads = view, extensions, fingerprint, uploads
         is_own = view.found is not None and view.found[0].resolve().parent == view.run_dir.checkpoints.resolve()
         self.last_saved = view.first_step if is_own else -1
-        """Step of the last checkpoint here, at first the one that is continued; -1: none is up to date."""
+        """Step of the last checkpoint here, at first of that which is continued; -1: none, or old."""
         self._set_clock()
 
     def _set_clock(self) -> None:
@@ -72,7 +72,7 @@ class Saver:
             self.due_time = time.monotonic() + 60 * minutes
 
     def save(self) -> None:
-        """Save the state after the last finished step (collective). A SaveError on all ranks alike."""
+        """Save the state after the last finished step. Collective, as is a failure: a SaveError."""
         view, position, state = self._view, self._view.position, self._view.state
         started = time.monotonic()
         position.must_save = False

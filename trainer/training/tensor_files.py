@@ -163,7 +163,7 @@ class _OpenFile:
             raise CheckpointError(f"{self._path}: its header has no {key}") from None
 
     def rows(self, name: str, start: int, stop: int) -> tuple[int, int, Tensor] | None:
-        """Those of rows [start, stop) in the file: the first, their number, the rows; None: none."""
+        """Of rows [start, stop) those in the file: first, number, the rows; None: it has none."""
         if name not in self._names:
             return None
         offsets = self._offsets[name]["saved_offsets"]
