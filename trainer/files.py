@@ -27,7 +27,7 @@ _LEFTOVER = re.compile(r"\..+\.\d+\.tmp")  # see `_temporary`
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` if the block ends well. `sync`: wait until the disk has it:
+    """A new file that replaces `path` if the block ends well. `sync`: wait until the disk has it;
     otherwise a crash of the machine may lose it."""
     with replacing_path(path, sync=sync) as temporary, temporary.open("wb") as file:
         yield file
@@ -82,14 +82,14 @@ def write_json(path: Path, value: Mapping[str, Any], *, sync: bool = True) -> No
 
 
 def replace_link(path: Path, target: str) -> None:
-    """Make `path` a symbolic link to `target`, in place of what it is."""
+    """Make `path` a symbolic link to `target`, in place of a link or file."""
     temporary = _temporary(path)
     temporary.symlink_to(target)
     temporary.replace(path)
 
 
 def discard(path: Path) -> None:
-    """Delete whatever is there, without opening it: a pipe would wait for its writer."""
+    """Delete whatever is there, of a directory what can be, and open no file: a pipe would wait."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -97,7 +97,7 @@ def discard(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory atomically; what a crash leaves is for `remove_leftovers`."""
+    """Delete a directory at once, by its name; what is left of it is for `remove_leftovers`."""
     doomed = _temporary(path)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -153,7 +153,7 @@ def open_plain(path: str | Path, mode: str = "rb") -> io.BufferedRandom:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse anything but a plain file at a path to write to by an OSError."""
+    """An OSError if anything but a plain file is at a path to write to."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise _not_plain(path)
 
@@ -191,7 +191,7 @@ def is_count(value: object) -> bool:
 
 
 def parse_count(text: str) -> int | None:
-    """A number of something in decimal digits; None: anything else, or more than `int` may read."""
+    """A number of something in at most 18 ASCII digits, so in 63 bits; None: anything else."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
@@ -208,11 +208,9 @@ def _not_plain(path: str | Path) -> OSError:
 
 
 def allow_open_files() -> int:
-    """Raise the limit of files that this process may have open as far as it may; returns it."""
+    """Have as many files allowed open as this process may, up to a bound; returns their number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = MOST_OPEN_FILES
-    if hard != resource.RLIM_INFINITY:
-        allowed = min(hard, MOST_OPEN_FILES)
+    allowed = min({hard, MOST_OPEN_FILES} - {resource.RLIM_INFINITY})
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed

@@ -68,7 +68,7 @@ def sign(path: Path) -> None:
     (path / files.MARKER).write_text(json.dumps(marker))
 
 
-STATE = {"world_size": 1, "data_shards": 1, "model_files": [0], "reached": 1, "tokens": [1, 1], "gns": None}
+STATE = {"data_shards": 1, "model_files": [0], "reached": 1, "tokens": [1, 1], "gns": None}
 STATE |= {"evaluation_is_due": False, "tracker": {"tokens_seen": 1, "smoothed": {}}, "extensions": {}, "config": {}}
 
 

@@ -227,6 +227,6 @@ def checkpoint_differences(one: Path, other: Path) -> list[str]:
     """Where two checkpoints differ: weights, optimizer, and of every rank cursors, ledger and generators."""
     found = differences(content(one), content(other), where="checkpoint")
     states = [json.loads((path / "state.json").read_text(encoding="utf-8")) for path in (one, other)]
-    for key in ("step", "world_size", "gns", "extensions"):
+    for key in ("step", "gns", "extensions"):
         found += differences(states[0][key], states[1][key], f"state.{key}")
     return found

@@ -2,8 +2,7 @@
 
 The sums by layer of a step are kept for each parameter until they have been added up over ranks.
 Layers are sums of those: the squares of their norms add up to that of the whole gradient. torch's
-profiler records N steady steps of rank 0, as a trace in `RUN_DIR/profile`. All could go if
-metrics.jsonl and a program around the run were enough.
+profiler records N steady steps of rank 0, as a trace in `RUN_DIR/profile`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ AVERAGES: Final = "ema."  # begins the names of the averages in a checkpoint
 
 
 class AveragedWeights(Extension):
-    """The exponential moving average of each trained parameter, a <- a + (1 - train.ema) (w - a)
-    after each step that was not rejected: in float32, and of this rank's part of the parameter.
+    """The exponential moving average of this rank's part of each trained parameter, in float32 (of
+    float64 in that): a <- a + (1 - train.ema) (w - a) after each step that was not rejected.
 
     Buffers and frozen parameters are not averaged: with the averages go the model's own.
     """
@@ -121,9 +120,8 @@ class BestCheckpoint(Extension):
             self.run.position.must_save = True
         elif found and not before and self._key not in found:
             keys = ", ".join(key for key in found if key.endswith("loss"))
-            self.run.failure = (
-                f"checkpoint.keep_best: {self._key} is no number of an evaluation; name one, such as {keys}"
-            )
+            problem = f"{self._key} is no number of an evaluation; name one, such as {keys}"
+            self.run.failure = f"checkpoint.keep_best: {problem}"
 
     def state_dict(self) -> dict[str, Any]:
         """The best with the last evaluation, perhaps that of a resume, before the first step."""

@@ -21,7 +21,7 @@ class _Terminal(Console):
 
 
 class ProgressBar(Extension):
-    """On rank 0."""
+    """The bar, on rank 0."""
 
     def __init__(self, run: RunView) -> None:
         super().__init__(run)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from trainer.config.schema import CheckpointTable, RunConfig
 from trainer.ending import StopRequest
@@ -47,7 +46,8 @@ class StoreError(Exception):
 class Store:
     """The checkpoints below a URL. Methods raise StoreError if the backend fails.
 
-    Raises UserError: the URL has a password, its protocol is unknown, or a package is missing.
+    Raises UserError: the URL has a password or names no place, its protocol is unknown, or a
+    package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -56,7 +56,8 @@ class Store:
         self._has_directories = protocol not in OBJECT_STORES
         fix = "write it as s3://BUCKET/PREFIX or file:///DIRECTORY"
         try:
-            if urlsplit(url).password is not None:
+            # Not by `urlsplit`, which a bracket in the password stops.
+            if ":" in rest.partition("/")[0].rpartition("@")[0]:
                 fix, self.url = "set the credentials in the environment", "a URL with a password in it"
                 raise ValueError("every run would copy it into its config")
             if not rest.strip("/"):
@@ -103,8 +104,9 @@ class Store:
         A CheckpointError: it is missing or damaged, and nothing is left of it here.
         """
         name = checkpoint_name(step)
-        staging, target = checkpoints / f".tmp_{name}.remote", checkpoints / name
-        discard(staging)
+        # Under its own name, by which `verify` knows its step.
+        staging, target = checkpoints / f".tmp_{name}.remote" / name, checkpoints / name
+        discard(staging.parent)
         staging.mkdir(parents=True)
         started = time.monotonic()
         try:
@@ -118,7 +120,7 @@ class Store:
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(staging), f"{self.url}/{name}")) from None
         finally:
-            discard(staging)
+            discard(staging.parent)
         sync_directory(checkpoints)
         logger.info("downloaded %s/%s in %.1f s", self.url, name, time.monotonic() - started)
         return target, state
@@ -262,7 +264,7 @@ class Uploads:
         self._is_tidy = self._has_warned = False
 
     def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics) -> None:
-        """`step`: that the run continues from; later ones in the store are of another branch."""
+        """Start. `step`: the run continues from it; the store's later ones are another branch's."""
         self._checkpoints, self._step = run_dir.checkpoints, step
         # Of its own, and never closed: the thread may write an event until the process ends.
         self._events = EventWriter(run_dir.events)
@@ -318,7 +320,7 @@ class Uploads:
         except Exception as error:  # noqa: BLE001 - whatever a backend raises
             self._event("remote_failed", global_step=step, error=error_text(error))
             if not self._has_warned:
-                text = "%s cannot be uploaded now: %s; the run goes on, and the next save is tried"
+                text = "after %s the store fails: %s; the run goes on, and the next save is tried"
                 logger.warning(text, path.name, error)
             self._has_warned = True
 

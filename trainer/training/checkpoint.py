@@ -2,10 +2,10 @@
 
 A checkpoint is a directory `checkpoints/step_00000100/`:
 
-    model_000.safetensors   weights and optimizer: of rank 0, and of each rank that holds shards
-    rank_000.safetensors    every data shard: its data cursors, counts, and what its ledger holds
-    rank_000.rows           each with a ledger: the states, one after another, as in memory
-    state.json              step, noise-scale averages, sink state, config, versions
+    model_000.safetensors   weights and optimizer: of rank 0, or of each rank of the first replica
+    rank_000.safetensors    of each data shard: data cursors, counts, which states its ledger holds
+    rank_000.rows           of each with a ledger: those states, one after another, as in memory
+    state.json              step, averages, states of extensions, config, versions
     COMPLETE                JSON: bytes and SHA-256 of every other file; written last
 
 A checkpoint is written to `.tmp_step_...`, synced to disk, marked, and then renamed: without the
@@ -48,7 +48,7 @@ logger = get_logger("checkpoint")
 
 
 def checkpoint_name(step: int) -> str:
-    """Directory name of the checkpoint after `step`."""
+    """Name of the directory of the checkpoint after `step`."""
     return f"step_{step:08d}"
 
 
@@ -81,15 +81,15 @@ def finish(checkpoints: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def discard_staging(checkpoints: Path) -> None:
-    """Remove the files of an interrupted save (rank 0, at the start of a run)."""
+    """Remove the files of an interrupted or failed save (rank 0)."""
     for path in checkpoints.glob(".tmp_step_*"):
         discard(path)
     remove_leftovers(checkpoints)  # such as a half-made link
 
 
 def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
-    """Move checkpoints of other branches than that of `found`, from which the run continues after
-    `step`, to `checkpoints/abandoned/` (rank 0): those of later steps, and of `step` itself.
+    """Move the checkpoints of `step` and later, but `found`, from which the run continues after
+    `step`, to `checkpoints/abandoned/` (rank 0); returns their new paths.
 
     Otherwise `auto` would later continue from the abandoned branch.
     """
@@ -101,8 +101,7 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
         target.parent.mkdir(exist_ok=True)
         if target.resolve() == found:  # an abandoned one, to which the run goes back
             target = target.with_name(f"{path.name}_of_another_branch")
-        if target.exists():
-            remove_tree(target)
+        discard(target)
         moved.append(path.rename(target))
     left = complete_checkpoints(checkpoints)
     if moved and left:
@@ -111,7 +110,7 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:
-    """Delete checkpoints but the newest `keep_last`, each `keep_every`-th, the best and `spared`."""
+    """Delete checkpoints except the newest `keep_last`, each `keep_every`-th, best and `spared`."""
     found = complete_checkpoints(checkpoints)
     kept = {spared, *map(best_step, found[:1])}
     for path in found[keep_last:]:
@@ -176,7 +175,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def listed_files(path: Path) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `sha256`, from the marker. A CheckpointError if it is damaged."""
+    """File name -> `bytes` and `sha256`, from the marker. A CheckpointError if it is missing,
+    damaged or of another format."""
     if not (path / MARKER).exists():
         raise CheckpointError(f"{path}: is not complete (it has no {MARKER})")
     found = _read_as(_Marker, path / MARKER)
@@ -213,7 +213,7 @@ def _reading(path: Path) -> Iterator[None]:
 def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint to continue from (rank 0), with its state; None to start a new run.
 
-    A UserError if the checkpoint of `resume` is incomplete, or for `auto` all there are.
+    A UserError if the checkpoint of `resume` is incomplete or damaged, or for `auto` all there are.
     """
     if resume == "off":
         return None
@@ -230,7 +230,7 @@ def find(checkpoints: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
             # Killed while it was written, or damaged since: an earlier one may be complete.
             logger.warning("%s; falling back to the checkpoint before it", error)
     if candidates:
-        problem = f"none of the {len(candidates)} checkpoints in {checkpoints} is whole"
+        problem = f"no checkpoint in {checkpoints} is whole"
         raise UserError("--resume auto", problem, "start a new run")
     return None
 
@@ -277,7 +277,6 @@ class _SavedState(BaseModel, strict=True):
     """The fields of state.json that restoring needs."""
 
     step: Count
-    world_size: Ranks
     data_shards: Ranks
     model_files: Annotated[list[Count], Field(min_length=1)]
     reached: Count
@@ -294,7 +293,7 @@ class _SavedState(BaseModel, strict=True):
 
 @contextmanager
 def loading(path: Path, part: str) -> Iterator[None]:
-    """Around loading a part of a checkpoint: any exception becomes a UserError that names it."""
+    """Around loading a part of a checkpoint: what is no UserError becomes one that names it."""
     problem = f"{path}: its {part} cannot be restored"
     with users_code("--resume", problem, "resume from another checkpoint"):
         yield

@@ -135,10 +135,6 @@ class StepDetails(Extension):
             self._put(f"{kind}/{name}/loss", total, count)
 
 
-COMPARED_BITS: Final = 52  # of a digest, which a float64 holds exactly
-FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
-
-
 class ModelMetrics(Extension):
     """The metrics of the model's output, at every step: counters add up between two logged ones."""
 
@@ -151,6 +147,10 @@ class ModelMetrics(Extension):
     def micro_done(self, micro: MicroBatch, result: ObjectiveOutput) -> None:
         """Add one micro-batch."""
         self.run.recorder.add(result.metrics or {})
+
+
+COMPARED_BITS: Final = 52  # of a digest, which a float64 holds exactly
+FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, so that multiplying loses no bit
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:

@@ -32,6 +32,9 @@ from trainer.training.build import autocast_context, evaluated_rows, make_held_o
 from trainer.training.core_extensions import StepDetails
 from trainer.training.plan import Plan, Source, width_of
 
+logger = get_logger(__name__)
+ALL = 2**62
+"""More micro-batches than any set has."""
 OF_A_SET = ("loss", "loss_se", "accuracy", "perplexity", "bits_per_byte")
 """The numbers that are logged of an `[[eval.source]]`."""
 
@@ -69,7 +72,8 @@ class EvalSet(NamedTuple):
 class Evaluator:
     """Runs evaluations, each over the same micro-batches.
 
-    `model` is for a custom task, `row_model` runs a row, without DDP: only sums are reduced.
+    `model` is the plain one, for a custom task; `row_model` runs rows, without DDP: only sums are
+    reduced.
     """
 
     def __init__(
@@ -129,8 +133,8 @@ class Evaluator:
     def run(self, step: int, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """Evaluate; the same numbers on every rank, by catalog key.
 
-        Numbers of held-out documents are missing if no rank had one. Nothing is returned once the
-        details have failed on any rank: the sums would cover only part of the documents.
+        A set without a known target has none. Nor has any set once the details have failed on a
+        rank: the sums would cover only part of the documents. A custom task goes on.
 
         Args:
             step: the last step, for a custom task.
@@ -213,6 +217,7 @@ class Evaluator:
             ledger.store(carry.group_ids, carry.cell_index, carry.is_last, output.state, **ends)
 
     def _with_perplexity(self, reduced: dict[str, float]) -> dict[str, float]:
+        """A set's numbers, its perplexity too; none if no target is known."""
         if not reduced.keys() & {"loss", "accuracy"}:
             return {}
         if "loss" in reduced:
@@ -235,11 +240,6 @@ def _named(name: str, reduced: dict[str, float], found: dict[str, float]) -> dic
     for key, value in found.items():  # those by depth have names in parts, as those of a set
         named[f"eval/{key}" if "/" in key else f"{EVAL_PREFIX}{key}"] = value
     return named
-
-
-logger = get_logger(__name__)
-ALL = 2**62
-"""More micro-batches than any set has."""
 
 
 def eval_sets(plan: Plan, info: RankInfo, device: torch.device, model: nn.Module | None = None) -> list[EvalSet]:

@@ -1,14 +1,8 @@
 """Extensions of a run, called at named moments of the loop behind a guard, and what they see of it.
 
-    class RouterBalance(Extension):
-        metric_keys = ("moe/balance",)
-
-        def micro_done(self, micro, result):
-            self.run.record("moe/balance", self.run.model.balance_loss)
-
-`[[extension]] target = "my_package.my_module:RouterBalance"` in the config adds it to a run. A
-moment that no extension overrides costs the loop a look at an empty list. An extension that fails
-is off from then on, with one warning and an event; the run continues without it.
+docs/extensions.md has an example. A moment that no extension overrides costs the loop a look at an
+empty list. An extension that fails is off from then on, with one warning and an event; the run
+continues without it, unless a moment says otherwise.
 
 An extension must not communicate by itself: if it failed on one rank, the others would wait for it.
 The return value of `updated` is summed over ranks for `settled`.
@@ -103,7 +97,7 @@ class RunView:
     run_dir: RunDir
     events: EventWriter | None = None  # of rank 0, once the record is open
     recorder: Recorder  # of the metrics since the last logged step
-    first_step: int
+    first_step: int  # the last one before the run: 0, or that of the checkpoint
     position: Position
     found: Found | None  # the checkpoint that the run continues
     auxiliary: Auxiliary  # losses and metrics of the model's output
@@ -149,7 +143,7 @@ class Extension:
         metric_keys: the names of the metrics that it drains, or that have no row of their own.
         num_sums: how many numbers `updated` returns; 0: it sums nothing over ranks.
         every_step: `micro_done` to `updated` are called at all steps, not only at logged ones.
-        boundary_every: the next step waits for `at_boundary` so often; 0: after logged ones.
+        boundary_every: the next step also waits for `at_boundary` after multiples of this; 0: none.
     """
 
     metric_keys: Sequence[str] = ()
@@ -182,22 +176,22 @@ class Extension:
         """
 
     def drain_metrics(self) -> Mapping[str, Reported]:
-        """On a logged step: the metrics that it does not `record` immediately."""
+        """On a logged step: the metrics that it does not `record` itself."""
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
         """After a step that the next one waits for: logged, every `boundary_every`-th, others. Once
-        more with `is_last` where the data end behind it."""
+        more, with `is_last`, if the data prove to end with it."""
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumed run: plain values in dicts, lists and tuples; the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state. A failure ends the run before its first step."""
 
     def closed(self) -> None:
-        """The run ends, in any way. Not called of one that has failed."""
+        """The run ends, also by an error. Not called for an extension that has failed."""
 
 
 MOMENTS = [name for name in vars(Extension) if callable(getattr(Extension, name)) and name[0] != "_"]
@@ -243,7 +237,6 @@ class Extensions:
         self.periods: set[int] = set()
         """The next step waits for a boundary after steps that are multiples of one of these."""
         self._arrange()
-        self._measure(())
 
     def add(self, extensions: Mapping[str, Extension]) -> None:
         """Add some, by name. Those that sum must be the same on all ranks."""
@@ -258,9 +251,11 @@ class Extensions:
         self._arrange()
 
     def _arrange(self) -> None:
+        """Sort the extensions by moment, between two steps: none measures."""
         self._always = [each for each in self._all if each.extension.every_step]
         # A moment that no extension overrides has an empty list.
         self._by_moment = {each: [one for one in self._all if one.has(each)] for each in MOMENTS}
+        self._measure(())
 
     @property
     def metric_keys(self) -> list[str]:
@@ -289,8 +284,6 @@ class Extensions:
 
     def sum_up(self, is_rejected: Tensor) -> Measured | None:
         """Call `optimizer_done` and `updated`, and start to sum; None: nothing is summed."""
-        if not self._measuring:
-            return None
         for each in self._measuring:
             if each.guard.enabled and each.has("optimizer_done"):
                 each.extension.optimizer_done(is_rejected)  # half a result is worse than none
@@ -353,7 +346,6 @@ class Extensions:
         self.call("closed")
         self._all.clear()
         self._arrange()
-        self._measure(())
 
     def state_dict(self) -> dict[str, Any]:
         """The states by name; of an extension that is off, its last."""

@@ -65,7 +65,7 @@ def run_loop(run: Run) -> str:
     """Train until the last step, the end of the data or a request to stop. Returns the reason."""
     position, tracker, watchdog = run.position, run.tracker, run.watchdog
     before: InFlight | None = None
-    reason = _stopped_before_a_step(run)
+    reason = _begin(run)
     while reason is None and (position.last_step is None or position.step < position.last_step):
         order = next_order(run, before)
         if order.is_last:
@@ -81,7 +81,7 @@ def run_loop(run: Run) -> str:
         with tracker.section("data"):
             window = run.reading.window(order.num_micros)
         if window is None:
-            reason = NO_DATA
+            reason = end_of_data(run, None)
             break
         watchdog.at("forward and backward", order.number)
         with tracker.section("forward_backward"):
@@ -105,8 +105,11 @@ def run_loop(run: Run) -> str:
     return reason or "all steps are done"
 
 
-def _stopped_before_a_step(run: Run) -> str | None:
-    """Why no step is taken: the first may take minutes (compilation), and nothing is lost yet."""
+def _begin(run: Run) -> str | None:
+    """Evaluate if the resumed run still had to. Returns why the run stops before a step, or None.
+
+    The first step may take minutes (compilation), and nothing is lost yet.
+    """
     position = run.position
     is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.view.info.world_size))
     if position.evaluation_is_due and not is_stopped:
@@ -244,14 +247,15 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
         odd |= {key for key, x in given.items() if isinstance(x, Tensor) and not x.isfinite().all()}
     names = ", ".join(sorted(set().union(*gather_from_ranks(odd, world_size=view.info.world_size))))
     what += f"; numbers of the batch are not finite: {names}" * bool(names)
-    if view.config.train.on_non_finite == "stop":
-        # The last row of the record. Unless the step is a logged one, the next is in flight and its
-        # groups are counted in the ledger already, so that the row holds only the host's metrics.
-        end_step(run, taken, outcome, is_logged=True, drains=step.is_logged)
-        raise NonFiniteError(f'{what}; see what it read: {command}; train.on_non_finite = "skip" would continue')
-    if position.skipped_in_a_row > MAX_SKIPS:
-        many = f"{position.skipped_in_a_row} steps in a row were skipped"
-        raise NonFiniteError(f"{what}; {many}; see what it read: {command}")
+    advice = '; train.on_non_finite = "skip" would continue'
+    if view.config.train.on_non_finite == "skip":
+        if position.skipped_in_a_row <= MAX_SKIPS:
+            return
+        what, advice = f"{what}; {position.skipped_in_a_row} steps in a row were skipped", ""
+    # The last row of the record. Unless the step is a logged one, the next is in flight and its
+    # groups are counted in the ledger already, so that the row holds only the host's metrics.
+    end_step(run, taken, outcome, is_logged=True, drains=step.is_logged)
+    raise NonFiniteError(f"{what}; see what it read: {command}{advice}")
 
 
 def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:
@@ -294,15 +298,23 @@ def evaluate(run: Run) -> bool:
     return True
 
 
-def end_of_data(run: Run, taken: InFlight) -> str:
-    """Log, evaluate and sample after the last step, as at the end; `taken` found no data."""
-    position, step = run.position, run.position.step
-    if not step or position.last_step == step:  # another step without data may be in flight
+def end_of_data(run: Run, taken: InFlight | None) -> str:
+    """Log, evaluate and sample after the last step, as at the end, unless that was done before.
+
+    `taken`: the step that found no data; None: a resumed run has none from the start.
+    """
+    position, step, found = run.position, run.position.step, run.view.found
+    was_over = taken is None and found is not None and found[1].get("is_over", False)
+    # Another step without data may be in flight.
+    if not step or position.last_step == step or was_over:
         return NO_DATA
     position.last_step = step
-    if not run.tracker.will_log(step):
+    run.saver.last_saved = -1  # its checkpoint does not know that the run is over
+    if taken is not None and not run.tracker.will_log(step):
         run.tracker.log_last(step, reduced_metrics(run, step, taken.launched.ready_at))
-    if run.evaluator is not None and step % run.view.config.eval.every and not evaluate(run):
+    evaluated, _ = position.last_eval or (0, {})  # perhaps already for the run that is resumed
+    is_due = run.evaluator is not None and step % run.view.config.eval.every and evaluated != step
+    if is_due and not evaluate(run):
         return stopped_by(run)
     run.extensions.call("at_boundary", step, is_last=True)
     return NO_DATA

@@ -27,7 +27,6 @@ from trainer.training.extension import Extensions, RunView
 from trainer.training.plan import Plan
 from trainer.training.run_dir import environment
 from trainer.training.tensor_files import (
-    Part,
     Rows,
     TensorPart,
     model_file,
@@ -36,6 +35,7 @@ from trainer.training.tensor_files import (
     read_shard,
     rows_file,
     write_part,
+    write_rows,
 )
 from trainer.training.train_state import Position, TrainState, load_optimizer, load_weights_of, model_part, open_model
 from trainer.wording import counted
@@ -61,7 +61,7 @@ class Saver:
         self._view, self._extensions, self._fingerprint, self._uploads = view, extensions, fingerprint, uploads
         is_own = view.found is not None and view.found[0].resolve().parent == view.run_dir.checkpoints.resolve()
         self.last_saved = view.first_step if is_own else -1
-        """Step of the last checkpoint here, at first the one that is continued; -1: none."""
+        """Step of the last checkpoint here, at first of that which is continued; -1: none, or old."""
         self._set_clock()
 
     def _set_clock(self) -> None:
@@ -72,7 +72,7 @@ class Saver:
             self.due_time = time.monotonic() + 60 * minutes
 
     def save(self) -> None:
-        """Save the state after the last finished step. Collective; all raise a SaveError."""
+        """Save the state after the last finished step. Collective, as is a failure: a SaveError."""
         view, position, state = self._view, self._view.position, self._view.state
         started = time.monotonic()
         position.must_save = False
@@ -85,10 +85,10 @@ class Saver:
             "step": position.step,
             "reached": position.reached,
             "tokens": [position.tokens_before, position.tokens],
-            "world_size": view.info.world_size,
             "data_shards": view.info.world_size * len(state.shards),
             "model_files": saving_ranks(state.model),
             "evaluation_is_due": position.evaluation_is_due,
+            "is_over": position.step == position.last_step and not position.evaluation_is_due,
             "tracker": state.tracker.state_dict(),
             "gns": None if state.gns is None else state.gns.state_dict(),
             "state_layout": state.state_layout,
@@ -100,21 +100,15 @@ class Saver:
             LANE_SETS: sorted(state.shards[0].dataset.lane_sets.items()),
             "evaluated": {} if view.evaluator is None else {each.name: each.read for each in view.evaluator.sets},
         }
-
-        def write_all() -> None:
-            for name, part in self._parts().items():
-                write_part(staging / name, part)
-
         # All ranks must have written before rank 0 publishes.
-        self._together(write_all)
+        self._together(lambda: self._write(staging))
         self._together(lambda: self._publish(shared), on_main=True)
         self.last_saved = position.step
         view.record("checkpoint/save_sec", time.monotonic() - started)
 
-    def _parts(self) -> dict[str, Part]:
-        """The files that this rank writes; they refer to the tensors, without copies."""
+    def _write(self, staging: Path) -> None:
+        """Write the files of this rank's data shards, and of its part of the model."""
         state, position, rank = self._view.state, self._view.position, self._view.info.rank
-        parts: dict[str, Part] = {}
         for index, shard in enumerate(state.shards):
             own: dict[str, Any] = {"data": position.data_states[index]}
             own["unlogged"] = {"pool": position.unlogged[index].state_dict(), "in_a_row": position.skipped_in_a_row}
@@ -122,14 +116,13 @@ class Saver:
             if ledger is not None:
                 own["ledger"] = ledger.state_dict(with_rows=False)
                 own["unlogged"]["ledger"] = ledger.undrained()
-                parts[rows_file(shard.number)] = ledger.held_rows()
+                write_rows(staging / rows_file(shard.number), ledger.held_rows())
             values, tensors = pack(own)
             rows = {name: Rows.all_of(tensor) for name, tensor in tensors.items()}
-            parts[rank_file(shard.number)] = TensorPart(rows, values)
+            write_part(staging / rank_file(shard.number), TensorPart(rows, values))
         model = model_part(state, rank=rank)
         if model is not None:
-            parts[model_file(rank)] = model
-        return parts
+            write_part(staging / model_file(rank), model)
 
     def _make_staging(self, staging: Path) -> None:
         self._view.run_dir.check_owner()
@@ -198,16 +191,19 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         position = Position.of(state, saved["step"])
     # After the data cursors, which know the documents that are in flight.
     with loading(path, "ledger"):
-        _restore_ledgers(state, saved, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
+        layout = saved.get("state_layout")
+        if state.ledgers and layout != state.state_layout:
+            raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
+        _restore_ledgers(state, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
     position.reached = saved["reached"]
     position.evaluation_is_due = saved["evaluation_is_due"] and plan.config.eval.every > 0
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
+        # The same in all parts.
+        position.skipped_in_a_row = int(parts[min(parts)]["unlogged"]["in_a_row"])
         if is_same:
             for index, shard in enumerate(state.shards):
-                unlogged = parts[shard.number]["unlogged"]
-                position.unlogged[index].load_state_dict(unlogged["pool"])
-                position.skipped_in_a_row = int(unlogged["in_a_row"])
+                position.unlogged[index].load_state_dict(parts[shard.number]["unlogged"]["pool"])
     logger.info("resuming after step %d from %s", position.step, path)
     return position
 
@@ -232,16 +228,8 @@ def _stream_sizes(data: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _restore_ledgers(
-    state: TrainState,
-    saved: Mapping[str, Any],
-    parts: Mapping[int, Mapping[str, Any]],
-    *,
-    is_same: bool,
-    may_grow: bool,
+    state: TrainState, parts: Mapping[int, Mapping[str, Any]], *, is_same: bool, may_grow: bool
 ) -> None:
-    layout = saved.get("state_layout")
-    if state.ledgers and layout != state.state_layout:
-        raise ValueError(f"it holds states of {layout}, the model's are {state.state_layout}")
     for shard in state.shards:
         if shard.ledger is None:
             continue
@@ -253,9 +241,9 @@ def _restore_ledgers(
             shard.ledger.load_state_dict(parts[shard.number]["ledger"])
             shard.ledger.load_undrained(parts[shard.number]["unlogged"]["ledger"])
             continue
-        shards = [part["ledger"] for part in parts.values() if "ledger" in part]
+        saved = [part["ledger"] for part in parts.values() if "ledger" in part]
         groups = shard.dataset.groups_in_flight
         if groups is None:  # the states of other ranks are kept, too, and need room
-            shard.ledger.load_shards(shards)
+            shard.ledger.load_shards(saved)
         else:  # no other group will be looked up
-            shard.ledger.load_shards(shards, owned=partial(np.isin, test_elements=groups))
+            shard.ledger.load_shards(saved, owned=partial(np.isin, test_elements=groups))

@@ -52,16 +52,15 @@ class TensorPart(NamedTuple):
     values: Any = None
 
 
-Part = TensorPart | Iterator[Tensor]  # or a file of states: pieces [n, width] on the CPU
+def write_rows(path: Path, states: Iterator[Tensor]) -> None:
+    """Write a file of states, given in pieces [n, width] on the CPU, as `write_part` does."""
+    with replacing(path) as file:
+        for piece in states:
+            file.write(piece.view(torch.uint8).numpy().data)
 
 
-def write_part(path: Path, part: Part) -> None:
+def write_part(path: Path, part: TensorPart) -> None:
     """Write one file of a checkpoint, atomically and synced. An OSError if it cannot be written."""
-    if not isinstance(part, TensorPart):
-        with replacing(path) as file:
-            for piece in part:
-                file.write(piece.view(torch.uint8).numpy().data)
-        return
     offsets, shapes = {}, {name: own.shape for name, own in part.rows.items()}
     for name, (_, start, shape) in part.rows.items():
         first = [start, *[0] * (len(shape) - 1)] if shape else []  # only rows are split
@@ -109,7 +108,7 @@ class TensorFiles:
         self.values: Any = first.metadata(_VALUES)  # those of the first file
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor (None: to its end), copied out of the files; or a scalar.
+        """A copy of rows [start, stop) of a tensor (None: to its end), or of a scalar.
 
         A CheckpointError if the files do not hold them.
         """
@@ -133,8 +132,8 @@ class TensorFiles:
             at += length
         if not pieces or at != stop:
             raise CheckpointError(f"{name}: rows {at:,} to {stop:,} are in no file")
-        tensors = [tensor for *_, tensor in pieces]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        tensors = [tensor for *_, tensor in pieces]  # parts of the files, mapped into memory
+        return tensors[0].clone() if len(tensors) == 1 else torch.cat(tensors)
 
     def _files(self) -> Iterator[_OpenFile]:
         yield from self._opened
@@ -164,29 +163,25 @@ class _OpenFile:
             raise CheckpointError(f"{self._path}: its header has no {key}") from None
 
     def rows(self, name: str, start: int, stop: int) -> tuple[int, int, Tensor] | None:
-        """The file's part of rows [start, stop): the first, their number and they; None: none."""
+        """Of rows [start, stop) those in the file: first, number, the rows; None: it has none."""
         if name not in self._names:
             return None
         offsets = self._offsets[name]["saved_offsets"]
         if not offsets:  # a scalar
             return start, 1, self._file.get_tensor(name)
         part = self._file.get_slice(name)
-        low, high = max(start - offsets[0], 0), min(stop - offsets[0], part.get_shape()[0])
         if start == stop:  # of a rank that holds no rows: only the type counts
             return start, 0, part[0:0]
-        return (offsets[0] + low, high - low, part[low:high].clone()) if low < high else None
+        low, high = max(start - offsets[0], 0), min(stop - offsets[0], part.get_shape()[0])
+        return (offsets[0] + low, high - low, part[low:high]) if low < high else None
 
 
 _TAG = "$"  # begins the only key of an object that represents something JSON does not have
 
 
 def pack(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Split nested containers of plain values, dtypes and tensors into JSON, and tensors by name.
-
-    Args:
-        value: dicts, lists and tuples. A UserError if it holds anything else.
-        name: begins the names of the tensors.
-    """
+    """Split nested dicts, lists and tuples of plain values, dtypes and tensors into JSON, and
+    tensors by name, which `name` begins. A UserError if there is anything else."""
     tensors: dict[str, Tensor] = {}
     return _pack(value, name, tensors), tensors
 
@@ -234,7 +229,7 @@ def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:
         return tuple(unpack(item, read) for item in content)
     dtype = getattr(torch, content, None) if tag == "$dtype" else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"nothing is written as {tag}")
+        raise ValueError(f"it holds a {tag} that is unknown")
     return dtype
 
 
@@ -265,7 +260,7 @@ def read_shard(path: Path, shard: int) -> dict[str, Any]:
 
 
 def _map_rows(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """States that `write_part` wrote, [count, width], as a memory map of the file."""
+    """States that `write_rows` wrote, [count, width], as a memory map of the file."""
     needed = shape[0] * shape[1] * dtype.itemsize
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size

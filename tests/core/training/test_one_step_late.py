@@ -115,10 +115,11 @@ def test_a_good_step_ends_bad_steps_in_a_row_and_a_resume_does_not(both, monkeyp
     both(*settings, "train.steps=3", fault={"what": "nan", "step": 2})
     # The process's own steps 1 and 2 are steps 4 and 5.
     both(*settings, "train.steps=5", fault={"what": "nan", "step": 1, "steps": 2})
-    for run_dir in both(*settings, fault={"what": "nan", "step": 1}, code=1):
+    for run_dir in both(*settings, "distributed.shards=2", fault={"what": "nan", "step": 1}, code=1):
         status = json.loads((run_dir / "status.json").read_text())
         assert (status["last_step"], "3 steps in a row" in status["reason"]) == (6, True)
         assert f"train data at {run_dir} 6" in status["reason"]
+        assert read_rows(run_dir / "metrics.jsonl")["train", 6]["non_finite_steps"] >= 1
 
 
 def test_a_rank_without_data_keeps_the_cursor_of_its_last_batch():

@@ -89,7 +89,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, damage):
+def test_damage_is_seen_auto_falls_back_one_a_path_is_refused_and_of_none_that_is_whole_auto(tmp_path, damage):
+    assert files.find(tmp_path, "auto") is files.find(tmp_path, "off") is None
     make_checkpoint(tmp_path, 5)
     newest = make_checkpoint(tmp_path, 10)
     damage(newest)
@@ -98,15 +99,9 @@ def test_damage_is_seen_auto_falls_back_one_and_a_path_is_refused(tmp_path, dama
     with pytest.raises(UserError, match="--resume"):
         files.find(tmp_path, str(newest))
     found = files.find(tmp_path, "auto")
-    assert found is not None
     assert files.step_of(found[0]) == 5
-
-
-def test_auto_starts_anew_without_checkpoints_and_refuses_if_none_is_whole(tmp_path):
-    assert files.find(tmp_path, "auto") is None
-    assert files.find(tmp_path, "off") is None
-    flip(make_checkpoint(tmp_path, 5))
-    with pytest.raises(UserError, match="none of the 1 checkpoints"):
+    shutil.rmtree(found[0])
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
         files.find(tmp_path, "auto")
 
 
@@ -240,7 +235,6 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     moved = files.set_aside_after(tmp_path, 5, own)
     assert sorted(path.name for path in moved) == ["step_00000010", "step_00000015"]
     found = files.find(tmp_path, "auto")
-    assert found is not None
     assert files.step_of(found[0]) == 5
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
     assert files.set_aside_after(tmp_path, 5, own) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == []

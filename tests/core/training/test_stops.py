@@ -66,11 +66,12 @@ def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, monkeypatch, fault, l
     assert record.read_text() == rows
 
 
-def test_a_stop_in_the_evaluation_at_the_end_of_the_data_is_made_up_for(go, tmp_path):
+@pytest.mark.parametrize("moment", [{"mode": "eval", "step": 1}, {"step": 40}])  # the 79th micro-batch
+def test_an_evaluation_at_the_end_of_the_data_that_a_stop_left_out_is_made_up_for(go, tmp_path, moment):
     sets = ("train.steps=9999", "train.micro_batches=3", "data.mixing.repeat=false", "data.mixing.batch_size=12")
     sets += ("data.seq_len=64", "ledger.capacity=64", "eval.every=999", "checkpoint.every=1", "checkpoint.keep_last=1")
-    stopped = go("run", {"what": "signal", "mode": "eval", "step": 1, "micro": 0}, *sets)
-    assert stopped["state"] == "stopped"
+    stopped = go("run", {"what": "signal", **moment}, *sets)
+    assert (stopped["state"], stopped["last_step"]) == ("stopped", 27)
     record = tmp_path / "run" / "metrics.jsonl"
     assert '"mode":"eval"' not in record.read_text()
     for _ in range(2):  # the second finds nothing left
