@@ -245,6 +245,13 @@ class SourceTable(FilesTable):
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
 
+    @property
+    def is_off(self) -> bool:
+        """Whether its weight is always 0, so that nothing of it is read."""
+        if isinstance(self.weight, ScheduleTable):
+            return not any(value * self.weight.scale for value in self.weight.points.values())
+        return self.weight == 0
+
 
 class DatasetFile(Table):
     """A dataset file that a source includes."""

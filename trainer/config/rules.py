@@ -21,15 +21,15 @@ Mistake = tuple[str, str, str]  # key, problem, fix
 class Facts:
     """The numbers that follow from a config at a world size.
 
-    Counts are upper bounds: of full batches, and of the steps with the most micro-batches.
+    Tokens are upper bounds: of full batches, and of the steps with the most micro-batches.
     """
 
     world_size: int
     data_shards: int  # the ranks, or `distributed.shards`
-    steps: int  # of the run; with `train.tokens` if all batches were full and m never grew
+    steps: int  # of the run; with `train.tokens` the fewest: if all batches are full
     tokens_per_step: int
-    tokens_per_micro: int  # over all data shards; 0 if all data sets are the user's own
-    groups_in_flight: int  # most groups whose state a data shard has to hold at once
+    tokens_per_micro: int  # over all data shards; 0 if only data sets of the user's own are read
+    groups_in_flight: int  # whose state a data shard has to hold at once, at least; lanes hold more
     # After a resume on other data shards, each keeps what was in flight in all of them.
     capacity_to_change_ranks: int
     ledger_capacity: int
@@ -46,8 +46,9 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
 
 
 def _mixings(config: RunConfig) -> list[MixingTable]:
-    """How the sources are mixed that are not the user's own."""
-    return [mixing_of(config, source) for source in config.data.source if source.target is None]
+    """How the sources of files that are read, not off, are mixed."""
+    read = (source for source in config.data.source if source.target is None and not source.is_off)
+    return [mixing_of(config, source) for source in read]
 
 
 def reads_lanes(config: RunConfig) -> bool:
@@ -88,13 +89,13 @@ def check_rules(config: RunConfig, world_size: int) -> Facts:
 
 
 def tokens_per_micro(config: RunConfig, num_shards: int) -> int:
-    """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
+    """Most tokens of a micro-batch over all data shards; 0: see `Facts`."""
     cells = max(map(largest_batch, _mixings(config)), default=0) * num_shards
     return cells * config.data.seq_len * config.data.values
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
-    """Steps of the run; with `train.tokens` if all batches are full."""
+    """Steps of the run; with `train.tokens` the fewest, if all batches are full."""
     if not config.train.tokens:
         return config.train.steps
     batches = -(-config.train.tokens // max(tokens_per_micro, 1))  # rounded up
@@ -169,7 +170,7 @@ def _broken_lanes(config: RunConfig) -> Iterator[Mistake]:
         if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
             yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
-    if len({source.target is None for source in config.data.source if source.weight != 0}) > 1:
+    if len({source.target is None for source in config.data.source if not source.is_off}) > 1:
         problem = '"per_row" reads documents, and a source with a target gives whole batches'
         yield "data.mixing.batching_mode", problem, 'set it to "per_stream", or keep one kind'
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.

@@ -47,8 +47,8 @@ class Source:
 
     @property
     def is_off(self) -> bool:
-        """Whether its weight is always 0, so that nothing of it is read."""
-        return self.weight.zero_from() == 0
+        """As `SourceTable.is_off`."""
+        return self.table.is_off
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("optimizer.betas=[0.9]", "optimizer.betas: must have at least 2 items, got [0.9]"),
         ("data.mixing.pick_mode=heaviest", 'must be one of weighted, uniform, round_robin; got "heaviest"'),
         ("gns.zzz=3", "gns.zzz: unknown key; known keys: enabled"),
+        ("optimizer.momentum=0.5", "optimizer: momentum would have no effect with this name: remove them"),
+        ("scheduler.decay_fraction=0.5", "scheduler: decay_fraction would have no effect with this name"),
         ("ledger.wipe_mode=full", 'wipe_mode "full" needs wipe_every >= 1'),
         ("data.source.first.weight=-1", "data.source.0.weight: must be greater than or equal to 0, got -1"),
         ("data.source.first.weight=heavy", 'data.source.0.weight: must be a valid number, got "heavy"'),

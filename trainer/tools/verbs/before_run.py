@@ -98,14 +98,12 @@ def _source(source: Source) -> dict[str, Any]:
 
 def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[str, dict[str, Any]]:
     """The sources: shares at the beginning, and steps of an epoch in full or padded rows."""
-    from trainer.config.rules import largest_batch, mixing_of, reads_lanes
+    from trainer.config.rules import largest_batch, mixing_of
     from trainer.data.weights import positions
 
     of_unit = {unit: positions(unit, 0, plan.config.micro_batches) for unit in ("batch", "step")}
     weights = [source.weight.evaluate(of_unit[source.weight.unit]) for source in plan.sources]
-    facts = {}
-    tables = [each.table for each in plan.sources if each.table.target is None]
-    most = max((largest_batch(mixing_of(plan.config, table)) for table in tables), default=1)
+    facts, data = {}, plan.config.data
     for source, weight in zip(plan.sources, weights, strict=True):
         share = weight / sum(weights)
         own = facts[source.name] = {**_source(source), "share": share}
@@ -114,9 +112,9 @@ def _sources(plan: Plan, content: Mapping[str, Content], is_full: bool) -> dict[
             own["positions"] = own["tokens"] if is_full else own["padded"]  # 0: not known
             total = own["positions"] or own["tokens"]
             if share and total:
-                per_micro = float(plan.facts.tokens_per_micro)
-                if not reads_lanes(plan.config):  # shares are of micro-batches
-                    per_micro *= largest_batch(mixing_of(plan.config, source.table)) / most
+                # Shares are of micro-batches if rows are not full.
+                cells = largest_batch(mixing_of(plan.config, source.table)) * plan.facts.data_shards
+                per_micro = cells * data.seq_len * data.values
                 batches, micros = total / (share * per_micro), plan.config.micro_batches
                 last = micros.step_of(int(batches))
                 own["steps_per_epoch"] = last - 1 + (batches - micros.batches_before(last)) / micros.at(last)
