@@ -206,8 +206,6 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     elif table.replicas and world_size % table.replicas:
         problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
         yield "distributed.replicas", problem, "choose a divisor"
-    if table.strategy == "ddp":  # nothing below concerns it
-        return
-    if table.find_unused_parameters:
+    if table.strategy != "ddp" and table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"

@@ -249,9 +249,6 @@ class WandbTable(Table):
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
 
 
-FIRST_PROFILED = 11  # first step that `metrics.profile` records: those before compile and fill caches
-
-
 class MetricsTable(Table, TrackerOptions):
     """`[metrics]`: what is logged, when and where."""
 
@@ -342,6 +339,5 @@ class RunConfig(Table):
         setting = self.train.micro_batches
         if isinstance(setting, int):
             return MicroBatches.constant(setting)
-        points = dict(sorted(setting.points.items()))
-        points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
-        return MicroBatches(tuple(points.items()))
+        points = sorted(setting.points.items())
+        return MicroBatches(((0, points[0][1]), *points))  # the first point holds before it, too

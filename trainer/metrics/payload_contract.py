@@ -221,7 +221,7 @@ def _section(obj: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _check_version(version: Any) -> None:
-    if type(version) is not int or version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:  # True is 1
         raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
 
 
