@@ -322,7 +322,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
 
 
 def shown(value: Any) -> str:
-    """A value in TOML's spelling, cut to a readable length."""
+    """A value in JSON's spelling, which is mostly TOML's, cut to a readable length."""
     if isinstance(value, Mapping):
         return "a table"
     try:

@@ -220,7 +220,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _MemoryRow("gpu/total_gb", "Total")("Memory of the device.", "Constant.", "Less than the card has: it is shared."),
     _MemoryRow("gpu/mem_utilization", "Peak share", unit="fraction", band=(0.6, 0.95))(
-        "gpu/peak_gb over gpu/total_gb.", "0.6 to 0.95.", "Above 0.97: a long batch may not fit."
+        "gpu/peak_gb over gpu/total_gb.", "0.6 to 0.95.", "Above 0.95: a long batch may not fit."
     ),
     *(
         row_of(f"smoothed/{name}", f"{title} (EMA)", unit=unit, window="last", group="Smoothed")(
