@@ -1,8 +1,8 @@
 """The program `train`: its options, its verbs, its exit codes.
 
 Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a
-user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Modules of
-verbs import nothing slow (torch, numpy, pydantic) at the top, so that `train --help` answers at once.
+user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Modules
+of verbs import nothing slow (torch, numpy, pydantic) at the top: `train --help` answers at once.
 """
 
 from __future__ import annotations

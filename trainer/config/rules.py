@@ -116,7 +116,7 @@ def _broken_rules(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
 def _broken_run(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
     """Settings of the run's length, evaluation and loss that conflict."""
     train = config.train
-    if train.tokens and train.steps not in (0, facts.steps):
+    if train.tokens and train.steps:
         problem = f"{train.steps} and train.tokens = {train.tokens:,} are both the run's length"
         yield "train.steps", problem, "set one of them to 0"
     if train.tokens and not facts.tokens_per_step:
@@ -195,7 +195,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
         ranks = counted(world_size, "rank")
-        problem = f"{table.shards} data shards cannot be divided among {ranks}"
+        problem = f"{counted(table.shards, 'data shard')} cannot be divided among {ranks}"
         yield "distributed.shards", problem, "start a divisor of them, or set a multiple of the ranks"
     elif micros > MOST_MICRO_BATCHES:
         problem = f"makes {micros:,} micro-batches of a step on a rank; most: {MOST_MICRO_BATCHES:,}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -190,8 +190,8 @@ class OptimizerTable(Table):
         _refuse_ineffective(self, {"name", "betas", "eps", "momentum"}, unused.get(self.name, []))
 
 
-def _refuse_ineffective(table: Any, replaced: Collection[str], unused: Collection[str] = ()) -> None:
-    """Refuse `args` without a `target`; and keys that a target replaces, or that are `unused` without
+def _refuse_ineffective(table: Any, replaced: Iterable[str], unused: Iterable[str] = ()) -> None:
+    """Refuse `args` without a `target`, and keys that a target replaces, or that are `unused` without
     one, unless they have their defaults, as in a config with all filled in."""
     refuse_lone_args(table)
     keys, why = unused, "with this name: remove them, or choose another"

@@ -123,7 +123,7 @@ def lookup(key: str) -> MetricSpec:
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
-    """The row of a key; one that is not in the catalog is a gauge, with one warning for each such key."""
+    """The row of a key; one that is not in the catalog is a gauge, with one warning per key."""
     found = _find(key)
     return _gauge(key) if found is None else found.spec
 

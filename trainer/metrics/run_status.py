@@ -253,7 +253,7 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The status of a run; `running` becomes `died`, with the reason, if its process is gone."""
     if status.get("state") == "running" and not is_held(directory):
-        status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
+        status = read_status(directory / STATUS_NAME)  # it may have ended properly meanwhile
         if status.get("state") == "running":
             return dead(status, directory)
     return status
