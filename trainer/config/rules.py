@@ -52,7 +52,7 @@ def _mixings(config: RunConfig) -> list[MixingTable]:
 
 
 def reads_lanes(config: RunConfig) -> bool:
-    """Whether rows are full, and hold documents of all sources."""
+    """Whether rows of files are full, and hold documents of all sources."""
     return config.data.mixing.batching_mode == "per_row"
 
 
