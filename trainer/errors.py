@@ -18,7 +18,7 @@ class UserError(ValueError):
         key: the subject: a config key (`data.mixing.pick_mode`), an option (`--steps`) or a path.
         problem: what is wrong, with the value found ("must be >= 1, got 0").
         fix: what to do, as an imperative; may be empty if the problem already implies it.
-        where: file and line (`x.toml:14`), if the mistake is in a file that is not the key.
+        where: file and line (`x.toml:14`) or option (`--set train.steps=0`), where the key is set.
 
     `str()` gives the message on one `printable` line, with relative paths: `x.toml:14: train.steps:
     must be >= 1, got 0; set it to ...`.

@@ -95,7 +95,7 @@ class LedgerOptions(Options):
 
     @property
     def slots(self) -> int:
-        """`capacity`, or its default."""
+        """`capacity`, or its default where rows are not full."""
         return self.capacity or DEFAULT_CAPACITY
 
     def check(self) -> None:
@@ -132,7 +132,7 @@ class MixingOptions(Options):
 
     @property
     def streams_open(self) -> int:
-        """`num_streams_mixed`, or its default."""
+        """`num_streams_mixed`, or its default where rows are not full."""
         return self.num_streams_mixed or DEFAULT_STREAMS
 
 
@@ -215,17 +215,17 @@ class MicroBatches:
     @property
     def is_constant(self) -> bool:
         """m never changes."""
-        return len(set(map(itemgetter(1), self.points))) == 1
+        return self.least == self.most
 
     @property
     def least(self) -> int:
         """The smallest m that a step can have."""
-        return min(m for _, m in self.points)
+        return min(each.m for each in self.stretches)
 
     @property
     def most(self) -> int:
         """The largest m that a step can have."""
-        return max(m for _, m in self.points)
+        return max(each.m for each in self.stretches)
 
     def at(self, step: int) -> int:
         """The m of `step`."""

@@ -6,8 +6,6 @@ import reprlib
 import traceback
 from collections.abc import Sequence
 
-EXAMPLES = 3
-
 
 def printable(text: str) -> str:
     """The text with everything that a terminal might act on as an escape: `\\n`, `\\u202e`.
@@ -57,8 +55,8 @@ def short_repr(value: object) -> str:
 
 def few(names: Sequence[str]) -> str:
     """Some examples of many names: `a, b, c and 12 more`."""
-    text = printable(", ".join(names[:EXAMPLES]))
-    more = len(names) - EXAMPLES
+    text = printable(", ".join(names[:3]))
+    more = len(names) - 3
     return text + f" and {more:,} more" * (more > 0)
 
 

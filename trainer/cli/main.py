@@ -1,8 +1,8 @@
 """The program `train`: its options, its verbs, its exit codes.
 
 Exit codes: 0 done, or stopped with a checkpoint; 1 failed, or stopped before the first step; 2 a
-user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Modules of
-verbs import nothing slow (torch, numpy, pydantic) at the top, so that `train --help` answers at once.
+user error (one message, no traceback); 3 findings of `train diagnose` and `train doctor`. Modules
+of verbs import nothing slow (torch, numpy, pydantic) at the top: `train --help` answers at once.
 """
 
 from __future__ import annotations
@@ -167,11 +167,12 @@ def _refuse(message: str) -> NoReturn:
 def _with_settings(arguments: list[str]) -> list[str]:
     """The command line with `--table.key value` and `--table.key=value` as `--set table.key=value`,
     where there is `--set`. `check` takes the options of `SETTINGS` so, too."""
-    if arguments and arguments[0] in VERBS.keys() - {"check", "data"}:
+    is_check, is_tokenize = arguments[:1] == ["check"], arguments[:2] == ["data", "tokenize"]
+    if arguments and arguments[0] in VERBS and not is_check and not is_tokenize:
         return arguments
     found: list[str] = []
     given = iter(arguments)
-    short = SETTINGS if arguments[:1] == ["check"] else {}
+    short = SETTINGS if is_check else {}
     for argument in given:
         key, is_whole, value = argument.removeprefix("--").partition("=")
         key = short.get(key, key)

@@ -23,8 +23,8 @@ SetOption = Annotated[list[str] | None, _set]
 
 
 def require_config(config: str | None, command: str) -> str:
-    """The path that was given. Raises UserError if none was."""
-    if config is None:
+    """The path that was given. Raises UserError if none was, or an empty one."""
+    if not config:
         raise UserError("--config", "is required", f"{command} --config train_configs/smoke.toml")
     return config
 
@@ -58,7 +58,7 @@ def refuse(message: str, *, speaker: int | None = None, is_told_to_end: bool = F
     Args:
         message: empty if nothing is to be printed.
         speaker: the rank that prints, if the ranks have agreed on one.
-        is_told_to_end: this process has got a SIGTERM already.
+        is_told_to_end: this process has got a signal to stop already.
     """
     rank = os.environ.get("RANK", "0")
     if "RANK" in os.environ:

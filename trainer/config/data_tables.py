@@ -184,7 +184,7 @@ class MixingOverride(Table):
 
 
 def refuse_lone_args(table: Any) -> None:
-    """Refuse arguments of nothing."""
+    """Refuse `args` without a `target`."""
     if table.args and table.target is None:
         raise ValueError("args are those of a target of your own: name it, or use this table's keys")
 
@@ -218,7 +218,7 @@ class FilesTable(Table):
     """Keyword arguments of the target."""
 
     def check(self) -> None:
-        """Refuse files of no origin or of several, and arguments of nothing."""
+        """Refuse files of no origin or of several, and keys without effect."""
         refuse_lone_args(self)
         keys = [key for key in ("root", "paths", "include", "target") if key in type(self).model_fields]
         origins = [key for key in keys if getattr(self, key) is not None]
@@ -244,6 +244,13 @@ class SourceTable(FilesTable):
     """Share of the tokens (micro-batches, if rows are not full): a number, or a schedule."""
     mixing: MixingOverride = MixingOverride()
     """Keys of `[data.mixing]` that this source sets differently."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether its weight is always 0, so that nothing of it is read."""
+        if isinstance(self.weight, ScheduleTable):
+            return not any(value * self.weight.scale for value in self.weight.points.values())
+        return self.weight == 0
 
 
 class DatasetFile(Table):
@@ -285,7 +292,7 @@ class DataTable(Table):
     source: Annotated[list[SourceTable], Field(min_length=1)]
 
     def check(self) -> None:
-        """Refuse columns of nothing."""
+        """Refuse keys of series without `features`."""
         if not self.features and (self.targets or self.columns):
             raise ValueError("targets and columns are those of series: set features")
 
@@ -331,5 +338,5 @@ class EvalTable(Table):
         return self.holdout_fraction > 0 or bool(self.source) or self.target is not None
 
     def check(self) -> None:
-        """Refuse arguments of nothing."""
+        """Refuse `args` without a `target`."""
         refuse_lone_args(self)

@@ -151,7 +151,7 @@ class _Source:
 
 
 def line_of(text: str, key: KeyPath) -> int | None:
-    """The line, from 1, of `key` or of the nearest table around it; None if the text has neither."""
+    """The line, from 1, of `key` or of the nearest table around it; None: the text has neither."""
     # A string of several lines may look like either.
     counts: Counter[KeyPath] = Counter()
     table: KeyPath = ()
@@ -208,7 +208,7 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def apply_override(raw: dict[str, Any], text: str) -> KeyPath:
-    """Change `raw` in place as `text` (`table.key=value`) says; the value is TOML, or else a string.
+    """Change `raw` in place by `text` (`table.key=value`); the value is TOML, or else a string.
 
     An element of an array of tables is named by its index or its `name`: `data.source.0.weight=2`.
     Missing tables are created. Returns the path (indices). Raises UserError: it leads nowhere.
@@ -322,7 +322,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
 
 
 def shown(value: Any) -> str:
-    """A value in TOML's spelling, cut to a readable length."""
+    """A value in JSON's spelling, which is mostly TOML's, cut to a readable length."""
     if isinstance(value, Mapping):
         return "a table"
     try:

@@ -21,15 +21,15 @@ Mistake = tuple[str, str, str]  # key, problem, fix
 class Facts:
     """The numbers that follow from a config at a world size.
 
-    Counts are upper bounds: of full batches, and of the steps with the most micro-batches.
+    Tokens are upper bounds: of full batches, and of the steps with the most micro-batches.
     """
 
     world_size: int
     data_shards: int  # the ranks, or `distributed.shards`
-    steps: int  # of the run; with `train.tokens` if all batches were full and m never grew
+    steps: int  # of the run; with `train.tokens` the fewest: if all batches are full
     tokens_per_step: int
-    tokens_per_micro: int  # over all data shards; 0 if all data sets are the user's own
-    groups_in_flight: int  # most groups whose state a data shard has to hold at once
+    tokens_per_micro: int  # over all data shards; 0 if only data sets of the user's own are read
+    groups_in_flight: int  # whose state a data shard has to hold at once, at least; lanes hold more
     # After a resume on other data shards, each keeps what was in flight in all of them.
     capacity_to_change_ranks: int
     ledger_capacity: int
@@ -46,12 +46,13 @@ def mixing_of(config: RunConfig, source: SourceTable) -> MixingTable:
 
 
 def _mixings(config: RunConfig) -> list[MixingTable]:
-    """How the sources are mixed that are not the user's own."""
-    return [mixing_of(config, source) for source in config.data.source if source.target is None]
+    """How the sources of files that are read, not off, are mixed."""
+    read = (source for source in config.data.source if source.target is None and not source.is_off)
+    return [mixing_of(config, source) for source in read]
 
 
 def reads_lanes(config: RunConfig) -> bool:
-    """Whether rows are full, and hold documents of all sources."""
+    """Whether rows of files are full, and hold documents of all sources."""
     return config.data.mixing.batching_mode == "per_row"
 
 
@@ -88,13 +89,13 @@ def check_rules(config: RunConfig, world_size: int) -> Facts:
 
 
 def tokens_per_micro(config: RunConfig, num_shards: int) -> int:
-    """Most tokens of a micro-batch over all data shards; 0 if all data sets are the user's own."""
+    """Most tokens of a micro-batch over all data shards; 0: see `Facts`."""
     cells = max(map(largest_batch, _mixings(config)), default=0) * num_shards
     return cells * config.data.seq_len * config.data.values
 
 
 def least_steps(config: RunConfig, tokens_per_micro: int) -> int:
-    """Steps of the run; with `train.tokens` if all batches are full."""
+    """Steps of the run; with `train.tokens` the fewest, if all batches are full."""
     if not config.train.tokens:
         return config.train.steps
     batches = -(-config.train.tokens // max(tokens_per_micro, 1))  # rounded up
@@ -115,7 +116,7 @@ def _broken_rules(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
 def _broken_run(config: RunConfig, facts: Facts) -> Iterator[Mistake]:
     """Settings of the run's length, evaluation and loss that conflict."""
     train = config.train
-    if train.tokens and train.steps not in (0, facts.steps):
+    if train.tokens and train.steps:
         problem = f"{train.steps} and train.tokens = {train.tokens:,} are both the run's length"
         yield "train.steps", problem, "set one of them to 0"
     if train.tokens and not facts.tokens_per_step:
@@ -169,7 +170,7 @@ def _broken_lanes(config: RunConfig) -> Iterator[Mistake]:
         if config.data.mixing.spread != MixingTable.model_fields["spread"].default:
             yield "data.mixing.spread", 'needs batching_mode "per_row"', "remove it"
         return
-    if len({source.target is None for source in config.data.source if source.weight != 0}) > 1:
+    if len({source.target is None for source in config.data.source if not source.is_off}) > 1:
         problem = '"per_row" reads documents, and a source with a target gives whole batches'
         yield "data.mixing.batching_mode", problem, 'set it to "per_stream", or keep one kind'
     # All rows of a micro-batch are alike: the table sets how many there are, and no source does.
@@ -194,7 +195,7 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     micros = table.shards // world_size * config.micro_batches.most
     if table.shards % world_size:
         ranks = counted(world_size, "rank")
-        problem = f"{table.shards} data shards cannot be divided among {ranks}"
+        problem = f"{counted(table.shards, 'data shard')} cannot be divided among {ranks}"
         yield "distributed.shards", problem, "start a divisor of them, or set a multiple of the ranks"
     elif micros > MOST_MICRO_BATCHES:
         problem = f"makes {micros:,} micro-batches of a step on a rank; most: {MOST_MICRO_BATCHES:,}"
@@ -205,8 +206,6 @@ def _broken_sharding(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     elif table.replicas and world_size % table.replicas:
         problem = f"{table.replicas} replicas do not divide {counted(world_size, 'rank')}"
         yield "distributed.replicas", problem, "choose a divisor"
-    if table.strategy == "ddp":  # nothing below concerns it
-        return
-    if table.find_unused_parameters:
+    if table.strategy != "ddp" and table.find_unused_parameters:
         problem = f"does not go with {strategy}, whose ranks must use the same parameters"
         yield "distributed.find_unused_parameters", problem, "set it to false, and freeze the unused ones"

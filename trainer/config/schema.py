@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -139,7 +139,6 @@ class ObjectiveTable(Table, ObjectiveOptions):
 
     def check(self) -> None:
         """Refuse losses that cannot be computed, and keys without effect."""
-        super().check()
         _refuse_ineffective(self, {"token_ce", "z_loss", "coord"})
         if self.chunk_tokens and not self.components:
             raise ValueError("no loss of logits is left that chunk_tokens could cut: set it to 0")
@@ -187,18 +186,21 @@ class OptimizerTable(Table):
 
     def check(self) -> None:
         """Refuse keys without effect."""
-        _refuse_ineffective(self, {"name", "betas", "eps", "momentum"})
+        unused = {"adamw": ["momentum"], "sgd": ["betas", "eps"]}
+        _refuse_ineffective(self, {"name", "betas", "eps", "momentum"}, unused.get(self.name, []))
 
 
-def _refuse_ineffective(table: ObjectiveTable | OptimizerTable | SchedulerTable, replaced: Collection[str]) -> None:
-    """Refuse `args` without a `target`, and keys that a target replaces, unless they have their
-    defaults, as in a config with all filled in."""
+def _refuse_ineffective(table: Any, replaced: Iterable[str], unused: Iterable[str] = ()) -> None:
+    """Refuse `args` without a `target`, and keys that a target replaces, or that are `unused` without
+    one, unless they have their defaults, as in a config with all filled in."""
     refuse_lone_args(table)
+    keys, why = unused, "with this name: remove them, or choose another"
+    if table.target is not None:
+        keys, why = replaced, "beside target: give them to it as args"
     fields = type(table).model_fields
-    others = sorted(key for key in replaced if getattr(table, key) != fields[key].default)
-    if table.target is not None and others:
-        keys = ", ".join(others)
-        raise ValueError(f"{keys} would have no effect beside target: give them to it as args")
+    others = sorted(key for key in keys if getattr(table, key) != fields[key].default)
+    if others:
+        raise ValueError(f"{', '.join(others)} would have no effect {why}")
 
 
 class SchedulerTable(Table):
@@ -223,7 +225,9 @@ class SchedulerTable(Table):
         """Refuse keys without effect."""
         if self.warmup_steps and self.warmup_tokens:
             raise ValueError("warmup_steps and warmup_tokens say the same: keep one")
-        _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"})
+        of_decays = {"constant": ["min_lr_ratio", "decay_fraction"], "wsd": []}
+        unused = of_decays.get(self.name, ["decay_fraction"])
+        _refuse_ineffective(self, type(self).model_fields.keys() - {"target", "args"}, unused)
 
 
 class GnsTable(Table):
@@ -243,9 +247,6 @@ class WandbTable(Table):
         json_schema_extra={"default": "trainer"},
     )
     """Project name; absent: WANDB_PROJECT, or "trainer"."""
-
-
-FIRST_PROFILED = 11  # step that `metrics.profile` records: those before compile and fill caches
 
 
 class MetricsTable(Table, TrackerOptions):
@@ -338,6 +339,5 @@ class RunConfig(Table):
         setting = self.train.micro_batches
         if isinstance(setting, int):
             return MicroBatches.constant(setting)
-        points = dict(sorted(setting.points.items()))
-        points = {0: next(iter(points.values())), **points}  # the first point holds before it, too
-        return MicroBatches(tuple(points.items()))
+        points = sorted(setting.points.items())
+        return MicroBatches(((0, points[0][1]), *points))  # the first point holds before it, too

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainer.config.schema import FIRST_PROFILED, RunConfig
+from trainer.config.schema import RunConfig
 from trainer.distributed.env import from_main_rank
 from trainer.distributed.strategy import Strategy, as_shard, own_part, own_range
 from trainer.errors import UserError
@@ -323,6 +323,7 @@ def places_of(parameter: nn.Parameter, limit: int) -> Tensor | None:
 
 FOLDER: Final = "profile"  # of the run directory
 TRACE: Final = "trace.json.gz"
+FIRST_PROFILED = 11
 WARM_UP = 2  # steps with the profiler on that are not recorded
 SETTLING = FIRST_PROFILED - 1 - WARM_UP  # steps before: models are compiled, caches are filled
 

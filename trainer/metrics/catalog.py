@@ -57,7 +57,7 @@ class UnknownMetric(LookupError):
     """A key that matches no row of the catalog."""
 
     def __init__(self, key: str) -> None:
-        close = difflib.get_close_matches(key, [spec.name for spec in CATALOG], n=1)
+        close = difflib.get_close_matches(key, _ROWS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         super().__init__(f"metric {key!r} is not in the catalog{hint}")
 
@@ -78,12 +78,10 @@ def _find(key: str) -> _Found | None:
     for name, pattern in _PATTERNS.items():
         if pattern.fullmatch(key):
             return _Found(replace(_ROWS[name], name=key), name)
-    if key.startswith(EVAL_PREFIX) and not key.startswith(2 * EVAL_PREFIX):
-        base = _find(key.removeprefix(EVAL_PREFIX))
-        return base and base.changed(name=key, title=f"{base.spec.title} (evaluation)")
-    if key.startswith(EMA_PREFIX):
-        base = _find(key.removeprefix(EMA_PREFIX))
-        return base and base.changed(name=key, title=f"{base.spec.title} (averaged weights)")
+    for prefix, of_what in ((EVAL_PREFIX, "evaluation"), (EMA_PREFIX, "averaged weights")):
+        if key.startswith(prefix) and not key.startswith(2 * prefix):
+            base = _find(key.removeprefix(prefix))
+            return base and base.changed(name=key, title=f"{base.spec.title} ({of_what})")
     if key.endswith(WORST_SUFFIX):
         base = _find(key.removesuffix(WORST_SUFFIX))
         if base is not None and base.spec.ranks == "sum_and_worst":
@@ -125,7 +123,7 @@ def lookup(key: str) -> MetricSpec:
 
 
 def lookup_or_gauge(key: str) -> MetricSpec:
-    """The row of a key; one that is not in the catalog is a gauge, with one warning per process."""
+    """The row of a key; one that is not in the catalog is a gauge, with one warning per key."""
     found = _find(key)
     return _gauge(key) if found is None else found.spec
 

@@ -220,7 +220,7 @@ ROWS: tuple[MetricSpec, ...] = (
     ),
     _MemoryRow("gpu/total_gb", "Total")("Memory of the device.", "Constant.", "Less than the card has: it is shared."),
     _MemoryRow("gpu/mem_utilization", "Peak share", unit="fraction", band=(0.6, 0.95))(
-        "gpu/peak_gb over gpu/total_gb.", "0.6 to 0.95.", "Above 0.97: a long batch may not fit."
+        "gpu/peak_gb over gpu/total_gb.", "0.6 to 0.95.", "Above 0.95: a long batch may not fit."
     ),
     *(
         row_of(f"smoothed/{name}", f"{title} (EMA)", unit=unit, window="last", group="Smoothed")(
@@ -242,6 +242,7 @@ EPOCHS_LEAST: Final = "data/epochs_least"
 EPOCHS_MOST: Final = "data/epochs_most"
 
 _MixingRow = partial(row_of, group="Stream mixing", window="last")
+_MixingCounter = partial(_MixingRow, kind="counter", window="sum", ranks="sum")
 _BlendRow = partial(row_of, group="Blend", window="last")
 _SourceShare = partial(_BlendRow, unit="fraction", ranks="weighted_mean")
 _SourceMean = partial(_BlendRow, unit="nats/token", window="weighted_mean", ranks="weighted_mean")
@@ -271,18 +272,13 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
     _MixingRow("stream_mixing/active/pick_surprise_max", "Pick surprise", unit="nats", ranks="max")(
         "Largest sum of -ln(1 - p) since a pick.", "12 in 200 steps, 21 in a million.", "Above: picked too rarely."
     ),
-    _MixingRow(
-        "stream_mixing/refill/exhaust_events",
-        "Exhausted readers",
-        unit="events",
-        kind="counter",
-        window="sum",
-        ranks="sum",
-    )("Readers at the end of their slice.", "Ranks over picks per slice, per micro-batch.", "Bursts: the mix narrows."),
+    _MixingCounter("stream_mixing/refill/exhaust_events", "Exhausted readers", unit="events")(
+        "Readers at the end of their slice.", "Ranks over picks per slice, per micro-batch.", "Bursts: the mix narrows."
+    ),
     _MixingRow("stream_mixing/refill/absence/<modality>", "Absence of a modality", unit="nats", ranks="max")(
         "-ln of the chance that none of those opened since is of it.", "12 in 200.", "Above: it starves."
     ),
-    _MixingRow("stream_mixing/active/picks", "Picks", unit="picks", kind="counter", window="sum", ranks="sum")(
+    _MixingCounter("stream_mixing/active/picks", "Picks", unit="picks")(
         "Picks, of a document or a micro-batch.", "Steady.", "0: a source without further documents."
     ),
     _MixingRow("stream_mixing/masked_share", "Masked share", unit="fraction", window="mean", ranks="max")(
@@ -371,44 +367,36 @@ _GnsRow = partial(row_of, group="Gradient noise scale", window="last")
 _Sequences = partial(_GnsRow, unit="sequences")
 _AsBSimple = partial(_GnsRow, healthy="As gns/b_simple.", pathological="As gns/b_simple.")
 _Ratio = partial(_GnsRow, unit="ratio")
-_BATCH_TOO_SMALL = ("Above ten times gns/b_big: batch too small.", "Absent for long: batch far too small.")
-_AS_B_SIMPLE = ("As gns/b_simple_low.", "As gns/b_simple_high.")
 
 
-def _with_bounds(
-    name: str, title: str, texts: tuple[str, str, str], bounds: tuple[str, str] = _AS_B_SIMPLE
-) -> tuple[MetricSpec, ...]:
-    """The rows of a noise scale: its texts, and what is pathological of its bounds."""
-    low, high = bounds
+def _bounds(name: str, title: str, low: str, high: str) -> tuple[MetricSpec, MetricSpec]:
+    """The rows of a noise scale's bounds; `low` and `high`: what is pathological of them."""
     return (
-        _Sequences(f"gns/{name}", title)(*texts),
-        _Sequences(f"gns/{name}_low", f"{title}, lower bound")("Its lower bound (97.5 %).", "Close to it.", low),
-        _Sequences(f"gns/{name}_high", f"{title}, upper bound")(
+        _Sequences(f"{name}_low", f"{title}, lower bound")("Its lower bound (97.5 %).", "Close to it.", low),
+        _Sequences(f"{name}_high", f"{title}, upper bound")(
             "Its upper bound (99.99 %).", "Within a factor of two.", high
         ),
     )
 
 
 GNS_ROWS: tuple[MetricSpec, ...] = (
-    *_with_bounds(
-        "b_simple",
+    _Sequences("gns/b_simple", "Noise scale B_simple")(
+        "tr(Sigma) / |G|^2: batch size at which gradient noise equals signal.",
+        "Grows slowly as the loss falls.",
+        "Far below the batch: averaging wastes compute.",
+    ),
+    *_bounds(
+        "gns/b_simple",
         "Noise scale B_simple",
-        (
-            "tr(Sigma) / |G|^2: batch size at which gradient noise equals signal.",
-            "Grows slowly as the loss falls.",
-            "Far below the batch: averaging wastes compute.",
-        ),
-        _BATCH_TOO_SMALL,
+        "Above ten times gns/b_big: batch too small.",
+        "Absent for long: batch far too small.",
     ),
-    *_with_bounds(
-        "b_now",
-        "Noise scale now",
-        (
-            "The noise scale at this step, by a line through recent ones.",
-            "As gns/b_simple, and above it while growing.",
-            "As gns/b_simple.",
-        ),
+    _Sequences("gns/b_now", "Noise scale now")(
+        "The noise scale at this step, by a line through recent ones.",
+        "As gns/b_simple, and above it while growing.",
+        "As gns/b_simple.",
     ),
+    *_bounds("gns/b_now", "Noise scale now", "As gns/b_simple_low.", "As gns/b_simple_high."),
     _Sequences("gns/b_simple_se", "Standard error of B_simple")(
         "Its standard error on the larger side.", "A small part of gns/b_simple.", "As large: average over more steps."
     ),

@@ -12,6 +12,7 @@ Only the standard library is used, so that a dashboard can import this module wi
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -104,7 +105,7 @@ def build_payload(
             raise PayloadError(f"metrics.{key}", f"must be a number, got {value!r}")
         # Numbers of other libraries, such as numpy, are converted.
         number = int(value) if isinstance(value, Integral) else float(value)
-        if -_LARGEST <= number <= _LARGEST:  # an integer may be beyond all floats
+        if isinstance(number, int) or math.isfinite(number):
             finite[key] = number
         else:
             words[key] = str(number)
@@ -221,7 +222,7 @@ def _section(obj: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _check_version(version: Any) -> None:
-    if type(version) is not int or version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:  # True is 1
         raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
 
 

@@ -253,15 +253,10 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
         os.close(descriptor)
 
 
-def run_state(directory: Path) -> dict[str, Any]:
-    """The content of status.json, corrected where its process cannot: see `judged`."""
-    return judged(read_status(directory / STATUS_NAME), directory)
-
-
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The status of a run; `running` becomes `died`, with the reason, if its process is gone."""
     if status.get("state") == "running" and not is_held(directory):
-        status = read_status(directory / STATUS_NAME)  # it may have ended properly between the two looks
+        status = read_status(directory / STATUS_NAME)  # it may have ended properly meanwhile
         if status.get("state") == "running":
             return dead(status, directory)
     return status

@@ -35,7 +35,7 @@ def planned(plan: Plan) -> None:
     """Warn of settings of a run that work, but hardly as meant."""
     sources, eval_sources = plan.sources, plan.eval_sources
     read = [source for source in sources if not source.is_off]
-    found = [*trained_on(read, eval_sources), *_doubted_settings(plan.config, eval_sources)]
+    found = [*trained_on(read, eval_sources), *_doubted_settings(plan)]
     found += [*_unread(sources, eval_sources), *_unmasked(read, eval_sources)]
     if plan.config.eval.holdout_fraction > 0:
         found += _leaks(read)
@@ -43,19 +43,19 @@ def planned(plan: Plan) -> None:
         logger.warning("%s", UserError(*doubt).message)
 
 
-def _doubted_settings(config: RunConfig, eval_sources: Sequence[Source]) -> Iterator[Doubt]:
-    evaluation, optimizer = config.eval, config.optimizer
-    if (eval_sources or evaluation.target is not None) and not evaluation.every:
+def _doubted_settings(plan: Plan) -> Iterator[Doubt]:
+    config, evaluation, optimizer = plan.config, plan.config.eval, plan.config.optimizer
+    if (plan.eval_sources or evaluation.target is not None) and not evaluation.every:
         problem = "is 0: the run evaluates neither [[eval.source]] nor eval.target"
         yield "eval.every", problem, "set it to the number of steps between evaluations"
     if optimizer.lr > limits.LARGEST_LR and optimizer.name == "adamw" and optimizer.target is None:
         problem = f"{optimizer.lr:g}: AdamW moves every weight by about this much in every step"
         yield "optimizer.lr", problem, "set it between 1e-5 and 1e-2"
-    share, steps = 1 - config.train.ema, config.train.steps
+    share, steps = 1 - config.train.ema, plan.facts.steps
     if 0 < share * steps < 2 and share < 1:  # most of the average would be the first weights
         yield "train.ema", f"averages about {1 / share:,.0f} steps of {steps:,}", "lower it"
-    for unit in ("steps", "tokens"):
-        warmup, length = getattr(config.scheduler, f"warmup_{unit}"), getattr(config.train, unit)
+    for unit, length in (("steps", steps), ("tokens", config.train.tokens)):
+        warmup = getattr(config.scheduler, f"warmup_{unit}")
         if length and warmup > limits.LONG_WARMUP * length:
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"

@@ -75,8 +75,8 @@ def find_origin(run_dir: Path, step: int, *, trust_code: bool) -> Origin:
         with readable():
             state = checkpoint.read_state(path)
     begun = 0 if path in kept.values() else state.get("step", 0)  # of the run that it branched from
-    if step <= begun or (step > config.train.steps and not config.train.tokens):
-        problem = f"has the steps {begun + 1} to {config.train.steps}, not {step}"
+    if step <= begun or step > config.train.steps > 0:
+        problem = f"has the steps {begun + 1} to {config.train.steps or 'the last'}, not {step}"
         raise UserError(str(run_dir), problem, "name one of them, or the run that it branched from")
     reached = max(*kept, *run.steps, run.status.get("last_step") or 0, 0)
     if step > reached:  # the last steps of a killed run may have no record

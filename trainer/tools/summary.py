@@ -100,7 +100,7 @@ def _next_command(run: Run, state: str, reason: str) -> list[str]:
     if state == FINISHED:
         length = f"--steps {2 * run.view.config.train.steps}"
         if run.length.is_in_tokens:
-            length = f"--set train.steps=0 --set train.tokens={2 * run.length.total}"
+            length = f"--set train.tokens={2 * run.length.total}"
         return [f"train beyond step {run.position.step} with: {command} {length}"]
     return [f"resume with: {command}"]
 

@@ -209,7 +209,7 @@ def plan_lanes(plan: Plan, state_width: int, device: torch.device) -> Lanes:
     found, why = dict(plan.recorded_sets), ""
     if found:
         why = "as in the checkpoint"
-    for m in {m for _, m in config.micro_batches.points} - found.keys():
+    for m in {each.m for each in config.micro_batches.stretches} - found.keys():
         found[m], reason = num_sets(m, config.data.mixing.batch_size, config.data.mixing.spread, limits)
         why = why or reason
     return Lanes(found, why, documents_drawn_from(documents, by_name))

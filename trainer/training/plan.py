@@ -47,8 +47,8 @@ class Source:
 
     @property
     def is_off(self) -> bool:
-        """Whether its weight is always 0, so that nothing of it is read."""
-        return self.weight.zero_from() == 0
+        """As `SourceTable.is_off`."""
+        return self.table.is_off
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,6 @@ def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) ->
     num_shards = data_shards(config, world_size)
     sources = resolve_sources(config, num_shards)
     facts = check_rules(config, world_size)
-    if config.train.tokens:  # forecasts use the number of full steps
-        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": facts.steps})})
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)
     tokenizer = tokenizer_of(config.data, parts=parts)

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.files import read_bytes, refuse_special, remove_leftovers, write_file, write_json, write_new
 from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
-from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, RunLock, run_state, take_lock, write_status
+from trainer.metrics.run_status import LOCK_NAME, STATUS_NAME, RunLock, judged, read_status, take_lock, write_status
 from trainer.training.checkpoint import CHECKPOINTS, LATEST, refuse_absent
 
 logger = get_logger(__name__)
@@ -145,8 +145,8 @@ class RunDir:
             self.owned.check()
 
     def status(self) -> dict[str, Any]:
-        """The state of the run, see `run_state`; for a run of this process, as in status.json."""
-        return run_state(self.path)
+        """The state of the run, see `judged`; for a run of this process, as in status.json."""
+        return judged(read_status(self.status_file), self.path)
 
     def write_status(self, state: str, *, reason: str, step: int) -> None:
         """Write the state and why: `running`, `done`, `stopped`, `failed`."""

@@ -23,9 +23,9 @@ from trainer.tools import launcher
     [
         (["--config", "nowhere.toml"], "nowhere.toml: cannot be read: No such file or directory"),
         (["--steps", "0", "--config", "x.toml"], "Invalid value for '--steps': "),
-        (["--nproc", "2"], "--config: is required"),
+        (["--nproc", "2", "--config", ""], "--config: is required"),
         (["--run-dir", "", "--config", "x.toml"], "--run-dir: it is empty"),
-        (["ls", "--a.b"], "train ls: No such option: --a.b"),
+        (["data", "build", "--a.b", "1"], "train data build: No such option: --a.b"),
         (["chekc"], "No such command 'chekc'. Did you mean 'check'? (see train --help)"),
     ],
 )

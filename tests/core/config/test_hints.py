@@ -20,7 +20,6 @@ from trainer.errors import UserError
         ("metrics.interval", "did you mean log_interval?"),
         ("train.log_interval", "did you mean metrics.log_interval?"),  # of another table
         ("data.mixing.num_stream_mixed", "did you mean num_streams_mixed?"),  # misspelt
-        ("train.batch_size", "did you mean data.mixing.batch_size or data.source.mixing.batch_size?"),
         ("checkpoint.zzz", "known keys: every, every_minutes, keep_best, keep_every, keep_last, remote, resume"),
     ],
 )

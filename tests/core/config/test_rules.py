@@ -24,10 +24,13 @@ def test_facts_count_the_largest_batch_on_all_ranks(tmp_path):
     assert found.groups_in_flight == 2 * 2 * 6
     own, foreign = "data.source.first.mixing.num_streams_mixed=3", "data.source.second={name='own', target='my:build'}"
     assert facts(tmp_path, own).groups_in_flight == 3 * 4 + 2 * 4
+    off = "data.source.second={name='off', root='x', weight=0, mixing={batch_size=100}}"
+    assert facts(tmp_path, own, off).groups_in_flight == 3 * 4
     assert facts(tmp_path, foreign, world_size=2).groups_in_flight == 2 * 4
 
 
-LARGE = ('data.mixing={batching_mode="per_row", batch_size=5000}', "ledger.capacity=0")
+OFF = "data.source.second={name='own', target='my:build', weight={schedule='step', points={0=0}}}"
+LARGE = ('data.mixing={batching_mode="per_row", batch_size=5000}', "ledger.capacity=0", OFF)
 
 
 def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
@@ -53,8 +56,7 @@ BY_STREAM = ["data.mixing={}", *(f"data.source.{at}.mixing.batching_mode=per_str
         (['train.micro_batches="auto"'], 'train.micro_batches: must be a valid integer, got "auto"'),
         (['train.micro_batches={schedule="auto",points={0=2}}'], 'must be one of step; got "auto"'),
         (["distributed.shards=1000000"], "makes 2,000,000 micro-batches of a step on a rank; most: 10,000; start"),
-        ([*FULL_ROWS, "ledger.capacity=1"], "ledger.capacity: must hold the states of all documents in flight: 4"),
-        ([*FULL_ROWS, "ledger.capacity=1"], "got 1; remove it: then there is a slot for each lane"),
+        ([*FULL_ROWS, "ledger.capacity=1"], "of each source), got 1; remove it: then there is a slot for each lane"),
         (["data.mixing.spread=4"], 'data.mixing.spread: needs batching_mode "per_row"; remove it'),
         ([*STALE, 'train.micro_batches={schedule="step",points={0=1,9=2}}'], "where train.micro_batches changes m"),
         ([*STALE, "data.source.second={name='own', target='my:build'}"], "a source with a target gives whole batches"),
@@ -84,7 +86,7 @@ def test_a_gap_in_the_weights_that_only_a_grown_batch_reaches_is_refused(tmp_pat
 
 def test_facts_are_those_of_the_largest_step_and_of_the_planned_run(tmp_path):
     micro = 4 * 16 * 2
-    found = facts(tmp_path, BY_BATCH, 'train.micro_batches={schedule="step",points={0=1,3=5,5=2}}', world_size=2)
+    found = facts(tmp_path, BY_BATCH, 'train.micro_batches={schedule="step",points={0=9,1=1,3=5,5=2}}', world_size=2)
     assert (found.tokens_per_micro, found.tokens_per_step) == (micro, 5 * micro)
     in_tokens = ("train.steps=0", f"train.tokens={10 * micro}", "scheduler.warmup_steps=0")
     by_steps = 'train.micro_batches={schedule="step",points={0=1,3=3}}'

@@ -86,9 +86,9 @@ def test_a_run_whose_process_was_killed_after_its_last_checkpoint_is_done_once_t
     assert (status(run_dir)["state"], status(run_dir)["last_step"]) == ("done", 10)
 
 
-def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path):
+def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path, capfd):
     run_dir = tmp_path / "run"
-    with Launched(write_tiny_config(tmp_path), run_dir) as launched:
+    with Launched(write_tiny_config(tmp_path), run_dir, "--stdout", "json") as launched:
         launched.wait_for_step(3)
         os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does, to the launcher and to every rank
         _, stderr = launched.process.communicate(timeout=TIMEOUT_SEC)
@@ -99,6 +99,7 @@ def test_control_c_under_nproc_stops_with_a_checkpoint_and_exit_code_0(tmp_path)
     ended = status(run_dir)
     assert (ended["state"], ended["reason"]) == ("stopped", "stopped by SIGINT")
     assert (run_dir / "checkpoints" / f"step_{ended['last_step']:08d}" / "COMPLETE").exists()
+    assert capfd.readouterr().out == launched.metrics.read_text(), "payloads that a signal interrupts are whole"
 
 
 @pytest.mark.faults

@@ -37,7 +37,8 @@ def test_it_ends_within_two_steps_and_goes_on_with_more_tokens_on_another_number
     assert any(after - before < full for before, after in itertools.pairwise(seen)), "all batches are full"
     said = train(whole / "config.resolved.toml", whole, nproc=2, more=("--resume", "auto"), cwd=tmp_path)
     assert "train.tokens = 3000: nothing is left to do" in said
-    _, more = start(tmp_path, "whole", "train.tokens=4000", nproc=None, more=("--resume", "auto"))
+    train(whole / "config.resolved.toml", whole, "train.tokens=4000", more=("--resume", "auto"), cwd=tmp_path)
+    more = read_rows(whole / "metrics.jsonl")
     assert 4000 - 256 <= more[max(more)]["tokens_seen"] < 4000 + 128
 
 

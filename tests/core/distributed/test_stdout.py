@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.support.runs import losses, read_rows, run, train, write_tiny_config
+from tests.support.runs import command, fresh, losses, read_rows, run, train, write_tiny_config
 from trainer.metrics.payload_contract import validate_stream
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +56,9 @@ def test_a_pipe_that_nobody_reads_holds_up_no_step(tmp_path):
     os.close(reading)
     assert 0 < got < steps
     assert int(dropped[1]) == steps - got
+    closed = command(["--config", config, "--run-dir", tmp_path / "closed", "--steps", 3])
+    assert fresh(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *closed]).returncode == 0
+    assert [*losses(tmp_path / "closed" / "metrics.jsonl")] == [1, 2, 3], "what is printed goes into no other file"
 
 
 STALL_SEC = 1.5

@@ -12,7 +12,7 @@ from trainer.metrics.catalog import CATALOG, UnknownMetric, family, is_known, lo
 @pytest.mark.parametrize(
     "key",
     ["", "los", "eval_", "eval_eval_loss", "loss_max", "objective/", "objective/a/b", "objective/<name>x/y",
-     "token_type/letter", "gns/skipped_max", "ledger/live_groups_max", "train/loss", "eval_los"],
+     "token_type/letter", "gns/skipped_max", "ledger/live_groups_max", "train/loss", "eval_los", "ema/ema/loss"],
 )  # fmt: skip
 def test_an_unknown_key_is_refused(key: str) -> None:
     assert not is_known(key)
