@@ -215,17 +215,17 @@ class MicroBatches:
     @property
     def is_constant(self) -> bool:
         """m never changes."""
-        return self.least == self.most
+        return len({*map(attrgetter("m"), self.stretches)}) == 1
 
     @property
     def least(self) -> int:
         """The smallest m that a step can have."""
-        return min(each.m for each in self.stretches)
+        return min(self.stretches, key=attrgetter("m")).m
 
     @property
     def most(self) -> int:
         """The largest m that a step can have."""
-        return max(each.m for each in self.stretches)
+        return max(self.stretches, key=attrgetter("m")).m
 
     def at(self, step: int) -> int:
         """The m of `step`."""

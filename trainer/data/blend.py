@@ -274,8 +274,8 @@ class BlendDataset:
             if isinstance(source.dataset, StreamSource) and (times := source.dataset.times_begun):
                 begun[source.name] = times
         if begun:
-            metrics[EPOCHS_LEAST] = min(least for least, _ in begun.values())
-            metrics[EPOCHS_MOST] = max(most for _, most in begun.values())
+            least, most = zip(*begun.values(), strict=True)
+            metrics |= {EPOCHS_LEAST: min(least), EPOCHS_MOST: max(most)}
         if self._longest:
             metrics[LONGEST_SHARE] = (self._longest, self._total)
         metrics[ENDED_SOURCES] = float(sum(self._ended))
@@ -283,8 +283,8 @@ class BlendDataset:
             shares = self.shares_at(self._batch_index - 1)
             for name, count, share in zip(self._names, self._counts, shares, strict=True):
                 metrics |= {SHARE_PREFIX + name: (count, self._total), WEIGHT_PREFIX + name: share}
-            for name, (least, most) in begun.items():
-                metrics |= {f"{EPOCHS_LEAST}/{name}": least, f"{EPOCHS_MOST}/{name}": most}
+            for name, own in begun.items():
+                metrics |= {f"{EPOCHS_LEAST}/{name}": own[0], f"{EPOCHS_MOST}/{name}": own[1]}
         metrics |= self._seconds
         self._seconds.clear()
         return metrics | self._constants

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from itertools import chain
+from operator import itemgetter, not_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,20 +154,24 @@ class Collator:
     def batch(self, lanes: Sequence[Lane]) -> Batch:
         """The next row of each lane. UserError: a file was cut, or has an unknown id."""
         shape, runs_on = (len(lanes), self._row_tokens), self._runs_on
-        rows, keys = zip(*(lane.read(self._row_tokens, runs_on=runs_on) for lane in lanes), strict=True)
+        rows, keys = [], []
+        for lane in lanes:
+            row, of_row = lane.read(self._row_tokens, runs_on=runs_on)
+            rows.append(row)
+            keys.append(of_row)
         found = self._pieces(rows)
         sizes = np.array(list(map(len, found.tokens)))
         begins = sizes.cumsum() - sizes
         flat = self._content(found, begins)
-        is_gap = np.array([each is None for each in found.reads])
+        is_gap = np.fromiter(map(not_, found.reads), np.bool_)
         flat["targets"][is_gap.repeat(sizes)] = self._unknown
         segments = (~is_gap).cumsum() - 1
         segments[is_gap] = -1
         flat["segment_ids"] = segments.astype(np.int32).repeat(sizes)
         if runs_on:
-            is_begun = [each is not None and not each[1] for each in found.reads]
+            offsets = np.fromiter(map(itemgetter(1), chain.from_iterable(rows)), np.int64)
             flat["resets"] = np.zeros(len(lanes) * self._row_tokens, np.bool_)
-            flat["resets"][begins[is_begun]] = True
+            flat["resets"][begins[~is_gap][offsets == 0]] = True
         batch: Batch = {key: value.reshape(*shape, *value.shape[1:]) for key, value in flat.items()}
         batch |= dict(zip(ROW_KEYS, np.array(keys, np.int64).T.copy(), strict=True))
         batch["is_last"] = (batch["group_ids"] >= 0) & (batch["group_ids"] != batch["end_ids"])
@@ -175,11 +180,14 @@ class Collator:
         if self._types is not None:
             batch["token_types"] = self._types.take(batch["targets"])
         located = Located(rows, batch["group_ids"], batch["cell_index"])
-        sources = [(of.source, of.document) for of, _, _ in chain.from_iterable(rows)]
-        located.documents |= {(of.groups.namespace, of.stream.stream_id, each) for of, each in sources}
+        labels, modalities = [], []
+        for of, _, _ in chain.from_iterable(rows):
+            name, stream = of.source.groups.namespace, of.source.stream
+            located.documents.add((name, stream.stream_id, of.document))
+            labels.append(name)
+            modalities.append(stream.modality)
         # Tuples: they have no entry for each row.
-        batch["dataset_labels"] = tuple(of.groups.namespace for of, _ in sources)
-        batch["dataset_segments"] = tuple(of.stream.modality for of, _ in sources)
+        batch["dataset_labels"], batch["dataset_segments"] = tuple(labels), tuple(modalities)
         batch["instability_meta_json"] = located
         return batch
 

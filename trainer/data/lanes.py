@@ -234,9 +234,7 @@ class LaneBlend(BlendDataset):
                 self._lay_out(wanted, kept, self._waiting)
                 first = 0
             lanes = self._lanes[first : first + self._rows]
-            for lane in lanes:
-                self._fill(lane)
-            if any(lane.groups for lane in lanes):
+            if any([*map(self._fill, lanes)]):
                 break
             if not any(self._lane_places):
                 self._stop_or_refuse()
@@ -303,13 +301,15 @@ class LaneBlend(BlendDataset):
         self._counts[index] += num_tokens
         self._total += num_tokens
 
-    def _fill(self, lane: Lane) -> None:
-        """Give a lane the groups of its next row, behind the one that it reads."""
+    def _fill(self, lane: Lane) -> bool:
+        """Give a lane the groups of its next row, behind the one that it reads; False: it has none."""
         if self._waiting and not lane.groups:
             self._take_up(lane, self._waiting.pop(0))
         if self._waiting:  # nothing new begins; a state is looked up where a row begins, not within it
-            return
-        left = self._row_tokens - sum(each.num_tokens - lane.offset for each in lane.groups)
+            return bool(lane.groups)
+        left = self._row_tokens
+        for each in lane.groups:
+            left -= each.num_tokens - lane.offset
         room = left - self._row_tokens + self._least
         groups: list[Handed] = []
         while room > 0:
@@ -334,6 +334,7 @@ class LaneBlend(BlendDataset):
                 room -= num_tokens
                 left -= num_tokens
         lane.groups = groups[::-1] + lane.groups
+        return bool(lane.groups)
 
     def _take_up(self, lane: Lane, place: Place) -> None:
         """Let a lane read on at a saved place. Raises ValueError: there is none."""

@@ -287,14 +287,15 @@ class Extensions:
         for each in self._measuring:
             if each.guard.enabled and each.has("optimizer_done"):
                 each.extension.optimizer_done(is_rejected)  # half a result is worse than none
-        summing = [each for each in self._measuring if each.extension.num_sums]
+        summing, parts = [], []
+        for each in self._measuring:
+            if each.extension.num_sums:
+                part = torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device)
+                each.guard.run(each.fill, part)
+                summing.append(each)
+                parts.append(part)
         if not summing:
             return None
-        parts = []
-        for each in summing:
-            part = torch.zeros(1 + each.extension.num_sums, dtype=torch.float64, device=self._device)
-            each.guard.run(each.fill, part)
-            parts.append(part)
         packed = torch.cat(parts)
         # One collective for all: the first number of each part counts the ranks on which it worked.
         if self._world_size > 1:

@@ -54,7 +54,8 @@ class TrainState:
         """Parts that collect metrics themselves: name, index of this rank's shard, and the part."""
         first = self.shards[0].number  # shards of a rank are neighbours
         found: list[tuple[str, int, Reporter]] = []
-        found += [("ledger metrics", number - first, ledger) for number, ledger in self.ledgers.items()]
+        for number, ledger in self.ledgers.items():
+            found.append(("ledger metrics", number - first, ledger))
         if self.gns is not None:
             found.append(("gns", 0, self.gns))
         return found
