@@ -386,7 +386,7 @@ class Leaves:
     group: dist.ProcessGroup | None  # the ranks that average gradients; None on a single process
     is_sharded: bool  # whether `.grad` holds only this rank's shards
     copies: int = 1  # if so, how many ranks of the group hold the same shards
-    ddp: DistributedDataParallel | None = None  # the model, or its module that is wrapped in DDP
+    ddp: DistributedDataParallel | None = None  # the model, or its first module that is DDP's
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
@@ -400,14 +400,15 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     if not parameters:
         raise UserError("gns.enabled", "the model has no trainable parameter", "set it to false")
     if layout_of(parameters) is None:
-        # It may stand within another module, as after `torch.compile`.
-        ddp = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
-        if ddp is not None:
-            process_group = process_group or ddp.process_group
+        # It may stand within another module, as after `torch.compile`, or wrap the parts of one.
+        wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        if process_group is None and wrapped and {*parameters} <= {p for each in wrapped for p in each.parameters()}:
+            process_group = wrapped[0].process_group
         elif process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            problem = "not possible with several ranks and a model that DDP does not wrap"
-            fix = "give the wrapped one, or the process_group that averages gradients"
+            problem = "not possible with several ranks and a parameter that DDP does not wrap"
+            fix = "give the wrapped model, or the process_group that averages gradients"
             raise UserError("gns.enabled", problem, fix)
+        ddp = next(iter(wrapped), None)
         return Leaves(parameters, parameters, process_group, is_sharded=False, ddp=ddp)
     try:
         layout, own_group = layout_and_group(parameters)

@@ -110,7 +110,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     ignored = Net()
     fully_shard(ignored, mesh=mesh, ignored_params={ignored.head.weight})
     messages = []
-    for model in (tensor_parallel, ignored, Net()):
+    for model in (tensor_parallel, ignored, Net(), nn.Sequential(DistributedDataParallel(Net()), Net())):
         with pytest.raises(UserError, match=r"gns\.enabled: not possible with") as error:
             GradientNoiseScale(model)
         messages.append(str(error.value))
@@ -159,10 +159,10 @@ def test_step_adds_up_the_shards(results: list[Results]) -> None:
 
 
 def test_other_shardings_are_refused_with_the_reason(results: list[Results]) -> None:
-    for *_, (tensor_parallel, ignored, unwrapped) in results:
+    for *_, (tensor_parallel, ignored, *unwrapped) in results:
         assert "sharded next to unsharded parameters" in tensor_parallel
         assert "sharded next to unsharded parameters" in ignored
-        assert "that DDP does not wrap" in unwrapped
+        assert all("that DDP does not wrap" in each for each in unwrapped)
 
 
 MICRO_BATCHES = (1, 2, 4)
