@@ -70,7 +70,7 @@ def check_rules(config: RunConfig, world_size: int) -> Facts:
     """The numbers that follow from a config. Raises UserError or `UserErrors` if it cannot work."""
     # One group in each lane: a reader has one per cell of its batch, full rows are lanes.
     in_flight = sum(mixing.streams_open * largest_batch(mixing) for mixing in _mixings(config))
-    if reads_lanes(config):
+    if reads_lanes(config) and _mixings(config):
         in_flight = config.data.mixing.batch_size  # a document in each row
     num_shards = data_shards(config, world_size)
     micro_tokens = tokens_per_micro(config, num_shards)

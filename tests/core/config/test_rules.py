@@ -35,6 +35,7 @@ LARGE = ('data.mixing={batching_mode="per_row", batch_size=5000}', "ledger.capac
 
 def test_the_capacity_must_hold_the_groups_in_flight(tmp_path):
     assert facts(tmp_path, *LARGE).groups_in_flight == 5000
+    assert facts(tmp_path, *LARGE, "data.source=[{name='own', target='my:build'}]").groups_in_flight == 0
     assert facts(tmp_path, "ledger.capacity=16").ledger_capacity == 16
     with pytest.raises(UserError, match=r"ledger\.capacity: .* documents in flight: 16 .* set it to 16 or more"):
         facts(tmp_path, "ledger.capacity=15")
