@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import Ints, keyed_generator, weights_of
-from trainer.data.documents import TokenArray, TokenTable, reader_of, table_from_pieces
+from trainer.data.documents import IdBounds, TokenArray, reader_of, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.loader import Carry, MicroBatch
@@ -252,20 +252,27 @@ def _copied(
     """
     seq_len = plan.config.data.seq_len
     made: list[ShardSource] = []
+    refuse_unfit = getattr(plan.tokenizer, "refuse_unfit", None)  # of series
     group_ids = np.zeros(len(drawn), np.int64)
     for dataset, source in read.items():
+        reader = reader_of(plan.tokenizer, dataset.loss_mask)
         pieces: defaultdict[str, list[TokenArray]] = defaultdict(list)  # by modality
         places: defaultdict[str, list[int]] = defaultdict(list)
         for at, (owner, stream, document) in enumerate(drawn):
             if owner is dataset:
                 documents = dataset.open(stream).documents
                 stop = min(int(documents.lengths[document]), depth * seq_len)
-                pieces[stream.modality].append(TokenTable.read(documents, document, 0, stop))
+                piece = documents.read(document, 0, stop)
+                if refuse_unfit is not None:
+                    refuse_unfit(stream.path, document, 0, piece)
+                elif reader is None:  # files may be of several types, which have none in common
+                    IdBounds.of(stream.path, plan.tokenizer).check(piece, int(documents.starts[document]))
+                    piece = piece.astype(np.int64)
+                pieces[stream.modality].append(piece)
                 places[stream.modality].append(at)
         in_memory = {}
         for modality, own in pieces.items():
             path, numbers = f"documents drawn of {modality}", np.arange(len(own))
-            reader = reader_of(plan.tokenizer, dataset.loss_mask)
             if reader is None:
                 table = table_from_pieces(own, plan.tokenizer.vocab_size, where=path)
             else:

@@ -18,6 +18,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,26 +88,29 @@ def discard_staging(checkpoints: Path) -> None:
     remove_leftovers(checkpoints)  # such as a half-made link
 
 
-def set_aside_after(checkpoints: Path, step: int, found: Path) -> list[Path]:
+def set_aside_after(checkpoints: Path, step: int, found: Path) -> tuple[Path, list[Path]]:
     """Move the checkpoints of `step` and later, but `found`, from which the run continues after
-    `step`, to `checkpoints/abandoned/` (rank 0); returns their new paths.
+    `step`, to `checkpoints/abandoned/` (rank 0); all, if `found` comes back from there. Returns the
+    path of `found`, and the new ones of the others.
 
     Otherwise `auto` would later continue from the abandoned branch.
     """
-    found, moved = found.resolve(), list[Path]()
+    found, abandoned, moved = found.resolve(), checkpoints / "abandoned", list[Path]()
+    comes_back = found.parent == abandoned.resolve()
     for path in _newest_first(checkpoints.glob("step_*")):
-        if step_of(path) < step or path.resolve() == found:
+        if path.resolve() == found or (step_of(path) < step and not comes_back):
             continue
-        target = checkpoints / "abandoned" / path.name
-        target.parent.mkdir(exist_ok=True)
-        if target.resolve() == found:  # an abandoned one, to which the run goes back
-            target = target.with_name(f"{path.name}_of_another_branch")
-        discard(target)
+        abandoned.mkdir(exist_ok=True)
+        target, numbers = abandoned / path.name, count(2)
+        while target.exists():  # of a branch that was abandoned before
+            target = target.with_name(f"{path.name}_{next(numbers)}")
         moved.append(path.rename(target))
+    if comes_back:
+        found = found.rename(checkpoints.resolve() / checkpoint_name(step))
     left = complete_checkpoints(checkpoints)
-    if moved and left:
+    if left:
         replace_link(checkpoints / LATEST, left[0].name)
-    return moved
+    return found, moved
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:

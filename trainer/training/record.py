@@ -97,18 +97,20 @@ def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
 
 def begin_record(view: RunView, stack: ExitStack) -> None:
     """Lock the directory (`claim` may rename it), set later checkpoints aside, open the log."""
-    run_dir, info, mark = view.run_dir, view.info, ""
+    run_dir, info, mark, found = view.run_dir, view.info, "", view.found
     with raise_on_all_ranks(world_size=info.world_size):
         if info.is_main:
             _make_ready(run_dir, view.plan, stack)
             run_dir.create()
             checkpoint.discard_staging(run_dir.checkpoints)
-            if view.found is not None:
-                for path in checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, view.found[0]):
-                    logger.warning("%s belongs to an abandoned branch of this run; moved to %s", path.name, path)
+            if found is not None:
+                place, moved = checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, found[0])
+                for path in moved:
+                    logger.warning("the run does not continue from %s, moved to %s", path.name, path)
+                found = place, found[1]
             mark = run_dir.mark()
     run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
-    name = from_main_rank(mark, world_size=info.world_size)
+    name, view.found = from_main_rank((mark, found), world_size=info.world_size)
     try:
         with raise_on_all_ranks(world_size=info.world_size):
             # Not longer than the others wait for this rank.

@@ -119,11 +119,12 @@ class Rounding:
         return math.sqrt(self.noise)
 
     def errors(self, found: Tensor, wanted: Tensor) -> Tensor:
-        """Errors up to the horizon, [..., T]."""
+        """Errors up to the horizon, [..., T]; with a `chunk`, medians of a row's stretches."""
         errors = relative(found, wanted, self.unit)[..., : self.horizon]
         if self.chunk == 1:
             return errors
-        return torch.cat([part.median().expand_as(part) for part in torch.split(errors, self.chunk)])
+        parts = torch.split(errors, self.chunk, dim=-1)
+        return torch.cat([part.median(-1, keepdim=True).values.expand_as(part) for part in parts], dim=-1)
 
     def slope(self, subject: Subject, read: Callable[[], Tensor], wanted: Tensor, step: float) -> float:
         """The largest error of logits, over `step`, if the parameters change by `step`."""
@@ -193,7 +194,7 @@ def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
     found, wanted = found.detach().double(), wanted.detach().double()
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     difference = torch.where(same, torch.zeros_like(found), found - wanted)
-    return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf)
+    return (difference.square().mean(-1).sqrt() / unit).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def make_trial(subject: Subject, request: Request) -> Trial:
