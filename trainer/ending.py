@@ -43,7 +43,7 @@ def end_process(code: int, last_words: Callable[[], object] = lambda: None) -> N
     """End the process from any thread, after `last_words`, whatever the others wait for."""
     # Not waited for long: they may need a lock that a hanging thread holds, or a disk that is gone.
     within(LAST_WORDS_SEC, last_words)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed at the start is None
         within(FLUSH_SEC, stream.flush)
     os._exit(code)
 

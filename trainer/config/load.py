@@ -53,6 +53,7 @@ def _leaves(tables: Sequence[SourceTable], file: Path, *including: Path) -> Iter
             yield table
             continue
         included = file.parent / table.include
+        _read(included)  # a link to itself is refused, and cannot be resolved
         if included.resolve() in including:
             problem = f"{table.include} includes itself"
             raise UserError(f"{table.name}.include", problem, "break the circle", where=str(file))

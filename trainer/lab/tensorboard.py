@@ -38,12 +38,9 @@ class TensorboardSink:
 
     def _show(self, config: Mapping[str, Any], hparams: Any) -> None:
         self._writer.add_text("config", _verbatim("\n".join(f"{key} = {each!r}" for key, each in config.items())))
-        plain = dict(config)
-        for key, each in config.items():
-            if not isinstance(each, bool | int | float):
-                plain[key] = str(each)
+        texts = {key: str(each) for key, each in config.items() if not isinstance(each, int | float)}
         # The writer's `add_hparams` would make a separate run, which the third part ends.
-        for part in hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:
+        for part in hparams({**config, **texts}, {"train/loss": 0.0, "eval/loss": 0.0})[:2]:
             self._writer.file_writer.add_summary(part)
 
     def log(self, payload: Mapping[str, Any]) -> None:

@@ -18,7 +18,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,29 +87,27 @@ def discard_staging(checkpoints: Path) -> None:
     remove_leftovers(checkpoints)  # such as a half-made link
 
 
-def set_aside_after(checkpoints: Path, step: int, found: Path) -> tuple[Path, list[Path]]:
+def set_aside_after(checkpoints: Path, step: int, found: Path) -> Path:
     """Move the checkpoints of `step` and later, but `found`, from which the run continues after
-    `step`, to `checkpoints/abandoned/` (rank 0); all, if `found` comes back from there. Returns the
-    path of `found`, and the new ones of the others.
-
-    Otherwise `auto` would later continue from the abandoned branch.
+    `step`, to `checkpoints/abandoned/` (rank 0); all, if `found` comes back from there. Returns its
+    path. Otherwise `auto` would later continue from the abandoned branch.
     """
-    found, abandoned, moved = found.resolve(), checkpoints / "abandoned", list[Path]()
+    found, abandoned = found.resolve(), checkpoints / "abandoned"
     comes_back = found.parent == abandoned.resolve()
     for path in _newest_first(checkpoints.glob("step_*")):
         if path.resolve() == found or (step_of(path) < step and not comes_back):
             continue
         abandoned.mkdir(exist_ok=True)
-        target, numbers = abandoned / path.name, count(2)
+        target = abandoned / path.name
         while target.exists():  # of a branch that was abandoned before
-            target = target.with_name(f"{path.name}_{next(numbers)}")
-        moved.append(path.rename(target))
+            target = target.with_name(f"{target.name}_again")
+        logger.warning("the run does not continue from %s, moved to %s", path.name, path.rename(target))
     if comes_back:
         found = found.rename(checkpoints.resolve() / checkpoint_name(step))
     left = complete_checkpoints(checkpoints)
     if left:
         replace_link(checkpoints / LATEST, left[0].name)
-    return found, moved
+    return found
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | None = None) -> None:

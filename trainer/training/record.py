@@ -104,10 +104,7 @@ def begin_record(view: RunView, stack: ExitStack) -> None:
             run_dir.create()
             checkpoint.discard_staging(run_dir.checkpoints)
             if found is not None:
-                place, moved = checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, found[0])
-                for path in moved:
-                    logger.warning("the run does not continue from %s, moved to %s", path.name, path)
-                found = place, found[1]
+                found = checkpoint.set_aside_after(run_dir.checkpoints, view.first_step, found[0]), found[1]
             mark = run_dir.mark()
     run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
     name, view.found = from_main_rank((mark, found), world_size=info.world_size)

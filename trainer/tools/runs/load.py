@@ -216,10 +216,8 @@ def load_run(path: Path | str, *, is_one_of_many: bool = False) -> RunRecord:
     except OSError as error:
         # Only a run that has logged nothing yet may do without; what a link leads to may be gone.
         if os.path.lexists(metrics) or not os.path.isfile(path / STATUS_NAME):
-            problem, fix = (
-                f"cannot be read: {error.strerror}",
-                f"pass a run directory (train ls DIR lists them) or a {METRICS_NAME}",
-            )
+            problem = f"cannot be read: {error.strerror}"
+            fix = f"pass a run directory (train ls DIR lists them) or a {METRICS_NAME}"
     if first_error and not run.keys:
         problem = f"has no row that this reader can use; {first_error}"
         fix = f"pass a metrics.jsonl of schema version {SCHEMA_VERSION}"
