@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import Ints, keyed_generator, weights_of
-from trainer.data.documents import IdBounds, TokenArray, reader_of, table_from_pieces
+from trainer.data.documents import IdBounds, TokenArray, TokenTable, reader_of, table_from_pieces
 from trainer.data.groups import CutOptions, OpenStream, build_groups, file_bytes
 from trainer.data.layout import Stream
 from trainer.data.loader import Carry, MicroBatch
@@ -262,7 +262,7 @@ def _copied(
             if owner is dataset:
                 documents = dataset.open(stream).documents
                 stop = min(int(documents.lengths[document]), depth * seq_len)
-                piece = documents.read(document, 0, stop)
+                piece = TokenTable.read(documents, document, 0, stop)  # with the marks of a mask
                 if refuse_unfit is not None:
                     refuse_unfit(stream.path, document, 0, piece)
                 elif reader is None:  # files may be of several types, which have none in common

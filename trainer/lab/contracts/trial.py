@@ -199,8 +199,8 @@ def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
 
 def make_trial(subject: Subject, request: Request) -> Trial:
     """Find a row length that the model takes, and measure scale and rounding. Raises CallFailed: it
-    takes none (as of the training length); NotTestable: its logits are constant, not finite, or not
-    in float64 where its parameters are."""
+    takes none (as of the training length); NotTestable: there is one token id, or its logits are
+    constant, not finite, or not in float64 where its parameters are."""
     if request.vocab_size < 2:
         raise NotTestable("there is only one token id, which nothing can replace")
     trial = _with_cell_length(subject, request)
