@@ -241,8 +241,7 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert files.find(tmp_path, "auto") == (back, files.verify(tmp_path / "step_00000010"))
     make_checkpoint(tmp_path, 15)
     files.set_aside_after(tmp_path, 10, back)
-    left = sorted(path.name for path in (tmp_path / "abandoned").iterdir())
-    assert left == ["step_00000005", "step_00000015", "step_00000015_again"]
+    assert {path.name[5:] for path in tmp_path.glob("abandoned/*")} == {"00000005", "00000015", "00000015_again"}
 
 
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):
