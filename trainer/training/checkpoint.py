@@ -99,14 +99,14 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> Path:
             continue
         abandoned.mkdir(exist_ok=True)
         target = abandoned / path.name
-        while target.exists():  # of a branch that was abandoned before
+        while target.exists() or target.is_symlink():  # of a branch that was abandoned before
             target = target.with_name(f"{target.name}_again")
         logger.warning("the run does not continue from %s, moved to %s", path.name, path.rename(target))
     if comes_back:
-        found = found.rename(checkpoints.resolve() / checkpoint_name(step))
-    left = complete_checkpoints(checkpoints)
-    if left:
-        replace_link(checkpoints / LATEST, left[0].name)
+        former, found = found, found.rename(checkpoints.resolve() / checkpoint_name(step))
+        replace_link(former, f"../{found.name}")  # for a restart by the same command
+    for path in complete_checkpoints(checkpoints)[:1]:
+        replace_link(checkpoints / LATEST, path.name)
     return found
 
 

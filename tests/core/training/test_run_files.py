@@ -233,15 +233,15 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
         make_checkpoint(tmp_path, step)
     own = tmp_path / "step_00000005"
     assert files.set_aside_after(tmp_path, 5, own) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == own
-    found = files.find(tmp_path, "auto")
-    assert files.step_of(found[0]) == 5
+    assert files.find(tmp_path, "auto")[0] == own
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
     # Back to a branch that was abandoned: no checkpoint here is of it, also none of an earlier step.
     back = files.set_aside_after(tmp_path, 10, tmp_path / "abandoned" / "step_00000010")
-    assert files.find(tmp_path, "auto") == (back, files.verify(tmp_path / "step_00000010"))
+    for resume in ("auto", str(tmp_path / "abandoned" / "step_00000010")):  # the second: by the same command again
+        assert files.find(tmp_path, resume) == (back, files.verify(tmp_path / "step_00000010"))
     make_checkpoint(tmp_path, 15)
     files.set_aside_after(tmp_path, 10, back)
-    assert {path.name[5:] for path in tmp_path.glob("abandoned/*")} == {"00000005", "00000015", "00000015_again"}
+    assert {path.name[5:] for path in tmp_path.glob("abandoned/*")} >= {"00000005", "00000015", "00000015_again"}
 
 
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):
