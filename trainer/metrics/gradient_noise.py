@@ -393,8 +393,8 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
     """The leaves of `model`. With FSDP2 it all-gathers every parameter: all ranks must call it.
 
     Raises UserError: nothing to train; DTensors without FSDP2 (tensor parallelism); a mesh of
-    replicas that is not all ranks, or several ranks without DDP, without a `process_group`; sharded
-    next to unsharded parameters (`ignored_params`), whose gradients FSDP2 does not average.
+    replicas that is not all ranks, or several ranks and a parameter outside DDP, without a
+    `process_group`; sharded next to unsharded parameters (`ignored_params`: not averaged).
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
