@@ -306,7 +306,7 @@ def _describe(details: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> t
             header = f"[{header}]"
         is_table = bool(_models_in(field.annotation))
         return "is required but missing", f"add a table {header}" if is_table else f"add {path[-1]}"
-    if kind == "list_type" and isinstance(value, Mapping):
+    if kind == "list_type" and isinstance(value, Mapping) and any(names == keys[:-1] for keys, _ in _all_keys(model)):
         return f"must be a list, got {shown(value)}", f"write [[{_dotted(path)}]]"
     if kind == "literal_error":  # in TOML's spelling, not Python's
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ")

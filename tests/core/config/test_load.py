@@ -63,7 +63,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
         ("data.source.third.weight=1", "data.source has no 'third': it is a list of first, second; use a number"),
         ("model.target=2024-01-01", 'model.target: must be an import path package.module:function; got "2024-01-01"'),
         ("run.name='../x'", 'run.name: must be letters, digits, "_", "." and "-", starting with a letter'),
-        ("model.target=build", 'model.target: must be an import path package.module:function; got "build"'),
+        ("data.columns={}", "data.columns: must be a valid list, got a table"),
         ("data.source={name='a'}", "data.source: must be a list, got a table; write [[data.source]]"),
         ("train.steps.more=5", "train.steps has no 'more': it is 6"),
         ("train.steps", "is not of the form table.key=value"),
