@@ -139,12 +139,13 @@ def test_arrow_is_read_in_both_of_its_formats(tmp_path, kind):
 
 def test_a_directory_by_save_to_disk_has_the_files_that_it_lists(tmp_path, caplog):
     columns = {"text": [f"row {number}" for number in range(9)]}
-    for folder in ("alone", "two/train", "two/test"):
+    for folder in ("alone", "_[1]", "two/train", "two/test"):
         save_to_disk(tmp_path / folder, columns)
     (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for streams in (
         discover_direct([tmp_path / "alone"]),
+        discover_direct([tmp_path / "_[1]"]),
         discover_direct([tmp_path / "alone" / "*.arrow"]),
         discover_nested(tmp_path, ["alone"]),
         discover_nested(tmp_path / "two", ["train"]),
