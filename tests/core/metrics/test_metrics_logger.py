@@ -37,6 +37,7 @@ def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for no_color, wanted in ((None, r"\x1b\[33mWARNING\x1b\[0m"), ("1", "WARNING")):
         monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv("RANK", "0" if no_color else "a")  # which the launch refuses, on a line like these
         if no_color:
             monkeypatch.setenv("NO_COLOR", no_color)
         get_logger("tint").warning("x")
