@@ -111,8 +111,7 @@ def remove_log_file(handler: logging.Handler) -> None:
 def format_number(value: float | str) -> str:
     """A human-readable number: integers with k/M/B, floats with 4 decimals.
 
-    Floats of a size below 0.01 (but zero) or above 1e6 use scientific notation. Strings stay as
-    they are.
+    Floats below 0.01 (but zero) or above 1e6 in size use scientific notation. Strings stay.
     """
     if isinstance(value, str):
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,6 @@ def test_the_tracker_line_is_exactly_the_documented_one() -> None:
 def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sys
-
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for no_color, wanted in ((None, r"\x1b\[33mWARNING\x1b\[0m"), ("1", "WARNING")):
         monkeypatch.delenv("NO_COLOR", raising=False)
