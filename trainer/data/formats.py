@@ -29,10 +29,10 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     where = f"{path} (read by {format})"
     with users_code(where):
         table = resolve_target(format, "format")(path, options)
-    if not isinstance(table, TokenTable):
-        fix = "see trainer.data.TokenTable: (path, options) -> TokenTable"
-        raise damaged(where, f"returned a {type(table).__name__}", fix)
-    parts = map(np.asarray, (table.tokens, table.starts, table.lengths))
+        if not isinstance(table, TokenTable):
+            fix = "see trainer.data.TokenTable: (path, options) -> TokenTable"
+            raise damaged(where, f"returned a {type(table).__name__}", fix)
+        parts = [*map(np.asarray, (table.tokens, table.starts, table.lengths))]  # of lists or tensors, too
     tokens, starts, lengths = (each if each.size else each.astype(np.int64) for each in parts)
     shapes_fit = tokens.ndim == starts.ndim == 1 and starts.shape == lengths.shape
     if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or not shapes_fit:

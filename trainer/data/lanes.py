@@ -79,8 +79,9 @@ def num_sets(m: int, rows: int, spread: int, limits: Iterable[LaneLimit]) -> tup
 def count_documents(streams: Sequence[Stream], cut: CutOptions, read: ReadOptions) -> float:
     """Documents of a source in an epoch, over all shards; exact for up to `COUNTED_FILES` files.
 
-    Of more, some are drawn and opened: the others have as many documents by the byte, at least one
-    each. Raises UserError: a file is damaged.
+    Of more, some are drawn and opened. Each of the others is taken to have as many by the byte (0 if
+    none of those has two), but at least 1 - `holdout_fraction`. Raises UserError: a file is damaged,
+    or `loss_mask` trains no token of up to `COUNTED_FILES` files.
     """
     sizes = np.array([file_bytes(stream) for stream in streams], np.int64)
     order = keyed_generator("count", cut.namespace).permutation(len(streams))

@@ -174,7 +174,8 @@ def refuse_empty_files(empty: Sequence[str], num_files: int) -> None:
 def _permanent(directory: str, here: str) -> str:
     """The directory's part of a permanent name under DIRECT, however it is spelled: its path from
     the working directory, `here`; outside of that the absolute one."""
-    absolute, inside = f"{os.path.normpath(os.path.join(here, directory))}/", os.path.join(here, "")
+    # Normalized, `//a` stays, and `///a` is `/a`.
+    absolute, inside = f"{os.path.normpath('//' + os.path.join(here, directory))}/", os.path.join(here, "")
     if not absolute.startswith(inside):
         real = f"{os.path.realpath(absolute)}/"
         if real.startswith(inside):  # the working directory has another name, by a link
@@ -257,11 +258,10 @@ def discover_direct(paths: Sequence[str | Path], *, format: str = "auto") -> lis
 
     for given in paths:
         text = os.path.normpath(str(given))
-        names = {path: PurePath(os.path.basename(path)) for path in find_files(text)}
+        names: dict[str, PurePath] = {path: PurePath(os.path.basename(path)) for path in find_files(text)}
         for row in FORMATS.values():
             if any(os.path.isfile(os.path.join(text, mark)) for mark in row.marks):
-                below = find_files(f"{glob.escape(text)}/**/*")
-                names = {path: PurePath(path) for path in below if path.endswith(row.suffixes)}
+                names = {str(path): path for path in files_below(Path(text)) if path.name.endswith(row.suffixes)}
         read, others = _sort_out(names, format)
         if os.path.isfile(text):
             read, others = [text], []

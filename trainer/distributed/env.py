@@ -52,11 +52,13 @@ def rank_info() -> RankInfo:
         return RankInfo()
     try:
         rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        if not 0 <= rank < world_size or int(environ.get("LOCAL_WORLD_SIZE", world_size)) < 1:
-            raise ValueError(f"rank {rank} of {world_size}")
-        if world_size > 1 and not (environ["MASTER_ADDR"] and 0 < int(environ["MASTER_PORT"]) < 2**16):
+        local_rank = int(environ.get("LOCAL_RANK", rank))
+        if not 0 <= rank < world_size or local_rank < 0 or int(environ.get("LOCAL_WORLD_SIZE", world_size)) < 1:
+            raise ValueError(f"rank {rank} of {world_size}, LOCAL_RANK {local_rank}")
+        # As `socket` encodes the name of a host.
+        if world_size > 1 and not (environ["MASTER_ADDR"].encode("idna") and 0 < int(environ["MASTER_PORT"]) < 2**16):
             raise ValueError("MASTER_ADDR and MASTER_PORT are no address")
-        return RankInfo(rank, int(environ.get("LOCAL_RANK", rank)), world_size)
+        return RankInfo(rank, local_rank, world_size)
     except (KeyError, ValueError) as error:
         problem = f"and other variables of the environment are not as torchrun sets them: {error}"
         raise UserError("RANK", problem, "launch with torchrun") from None

@@ -154,5 +154,5 @@ def build(
     sizes = check_sizes(vocab_size, dim, num_layers, mlp_ratio, tie_embeddings, heads=(heads, kv_heads))
     if dim // heads % 2:
         problem = f"is {heads}, which gives each an odd width of {dim // heads}"
-        raise UserError("model.args.heads", problem, "choose it so that dim / heads is even")
+        raise UserError("model.args.heads", problem, "choose dim and heads so that dim / heads is even")
     return Transformer(heads=heads, kv_heads=kv_heads, **sizes)

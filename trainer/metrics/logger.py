@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TextIO
 
+from trainer.files import parse_count
 from trainer.wording import printable_lines
 
 ROOT: Final = "trainer"
@@ -24,7 +25,7 @@ _IN_LINE: Final = (  # metrics in the line of a step: their name there, and form
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK") or 0)
+    return parse_count(os.environ.get("RANK", "")) or 0
 
 
 def is_terminal() -> bool:
@@ -78,8 +79,8 @@ class _LogFile(logging.FileHandler):
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:
     """A logger of this name below `trainer`, which writes `[rank N] LEVEL message` to stderr.
 
-    `rank_zero_only`: keep this logger's records of other ranks (RANK of the environment, 0 if
-    unset) off stderr; their log files have them. The last call for a name applies.
+    `rank_zero_only`: keep this logger's records of other ranks (RANK of the environment; 0 if it is
+    no number) off stderr; their log files have them. The last call for a name applies.
     """
     root = logging.getLogger(ROOT)
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
@@ -110,7 +111,7 @@ def remove_log_file(handler: logging.Handler) -> None:
 def format_number(value: float | str) -> str:
     """A human-readable number: integers with k/M/B, floats with 4 decimals.
 
-    Floats below 0.01 (but zero) or above 1e6 use scientific notation. Strings stay as they are.
+    Floats below 0.01 (but zero) or above 1e6 in size use scientific notation. Strings stay.
     """
     if isinstance(value, str):
         return value

@@ -88,7 +88,7 @@ class RunLock(AbstractContextManager["RunLock"]):
     def __init__(self, directory: Path, timeout_sec: float) -> None:
         pid = os.getpid()
         self.directory = directory
-        self.owner = Owner(secrets.token_hex(8), socket.gethostname(), pid, _place(), _started(pid), timeout_sec)
+        self.owner = Owner(secrets.token_hex(8), socket.gethostname(), pid, _place(), _started(pid), float(timeout_sec))
         self._every_sec = min(2.0, timeout_sec / 20)
         self._is_over = threading.Event()
         self.thread = threading.Thread(target=self._renew, name="run lock", daemon=True)

@@ -251,7 +251,7 @@ class MetricsTracker:
         return self._log(step) if force_log or self.will_log(step) else None
 
     def log_last(self, step: int, extra: Mapping[str, Value | None]) -> None:
-        """Log the step that ended last, since the run ends with it. `extra`: see `end_step`."""
+        """Log the step that ended last, unless it was: the run ends with it. `extra`: see `end_step`."""
         if self._since.steps:
             self.diagnostics.best_effort("extra").run(self._extra.add, extra)
             self._log(step)
@@ -326,8 +326,8 @@ class MetricsTracker:
     def log_eval(self, metrics: Mapping[str, Value], step: int) -> None:
         """Send evaluation values; the smoothing stays as it is.
 
-        Plain keys (`loss`) get the prefix `eval_`; a key with a namespace (`moe/aux_loss`) is the
-        caller's. A value that is no number is left out with one warning.
+        Plain keys (`loss`) get the prefix `eval_` if they lack it; one with a namespace
+        (`moe/aux_loss`) is the caller's. A value that is no number is left out with one warning.
         """
         found = self.diagnostics.best_effort("log_eval").run(checked, metrics, self._leave_out, _read) or {}
         values = {}

@@ -159,9 +159,8 @@ def misfits(own: Mapping[str, Any], there: Mapping[str, tuple[int, ...] | None])
     found = [f"{name} is not in it" for name in own if name not in there]
     found += [f"the model has no {name} of its own" for name in there if name not in own]
     for name, value in own.items():
-        shape = there.get(name)
-        if name in there and isinstance(value, Tensor) and shape != tuple(value.shape):
-            found.append(f"{name} has the shape {list(shape or ())}, the model's {list(value.shape)}")
+        if name in there and isinstance(value, Tensor) and there[name] != tuple(value.shape):
+            found.append(f"{name} has the shape {there[name]}, the model's {tuple(value.shape)}")
     return found
 
 

@@ -139,12 +139,13 @@ def test_arrow_is_read_in_both_of_its_formats(tmp_path, kind):
 
 def test_a_directory_by_save_to_disk_has_the_files_that_it_lists(tmp_path, caplog):
     columns = {"text": [f"row {number}" for number in range(9)]}
-    for folder in ("alone", "two/train", "two/test"):
+    for folder in ("alone", "_[1]", "two/train", "two/test"):
         save_to_disk(tmp_path / folder, columns)
     (tmp_path / "two" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for streams in (
         discover_direct([tmp_path / "alone"]),
+        discover_direct([tmp_path / "_[1]"]),
         discover_direct([tmp_path / "alone" / "*.arrow"]),
         discover_nested(tmp_path, ["alone"]),
         discover_nested(tmp_path / "two", ["train"]),
@@ -278,17 +279,16 @@ def reversed_lines(path, options):
     return table_from_pieces([*pieces, np.array([])], options.tokenizer.vocab_size)
 
 def of(tokens, starts, lengths):
-    return lambda path, options: TokenTable(np.asarray(tokens), np.asarray(starts), np.asarray(lengths))
+    return lambda path, options: TokenTable(tokens, starts, lengths)
 
 alien_id = of([1, 2, 999], [0], [3])
 too_long = of([1, 2, 3], [0, 2], [2, 2])
 floats = of([1.0, 2.0], [0], [2])
 uneven = of([1, 2, 3], [0, 2], [1])
 square = of([1, 2, 3], [[0]], [[2]])
+ragged = of([[1], [2, 3]], [0], [2])
 big_endian = of(np.array([1, 2], ">u2"), [0], [2])
-
-def no_table(path, options):
-    return [1, 2]
+no_table = lambda path, options: [1, 2]
 
 def crashes(path, options):
     raise KeyError("header")
@@ -322,6 +322,7 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
         ("too_long", "a document does not lie within its 3 tokens"),
         *((name, "must be integers") for name in ("floats", "uneven", "square")),
         ("no_table", "returned a list"),
+        ("ragged", r"read by formats_of_mine:ragged\): fails: ValueError: setting an array element"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),
     ],

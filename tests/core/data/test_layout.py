@@ -78,9 +78,8 @@ def test_a_file_has_one_name_however_its_path_is_spelled(root, monkeypatch):
     assert [stream.modality for stream in discover_direct(["/x.txt"])] == ["root"]
     monkeypatch.undo()
     monkeypatch.chdir(root / "a")  # outside, by any spelling
-    assert {discover_direct([given])[0].relative_path for given in ("../b/z.txt", str(root / "b/z.txt"))} == {
-        str(root / "b/z.txt")
-    }
+    for given in ("../b/z.txt", root / "b/z.txt", f"/{root}/b/z.txt"):
+        assert discover_direct([given])[0].relative_path == str(root / "b/z.txt")
 
 
 def test_what_is_not_there_is_refused(root):

@@ -232,7 +232,7 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tmp_path):
     keep(3, "SIGHUP: a terminal that is closed")
 
 
-WRONG = "RANK=a", "RANK=" + "9" * 5000, "RANK=2", "MASTER_ADDR=", "MASTER_PORT=abc", "MASTER_PORT=99999999"
+WRONG = "RANK=" + "9" * 5000, "RANK=2", "LOCAL_RANK=-1", "MASTER_ADDR=", "MASTER_ADDR=.a", "MASTER_PORT=99999"
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong[:20])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,10 @@ def test_the_tracker_line_is_exactly_the_documented_one() -> None:
 def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sys
-
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for no_color, wanted in ((None, r"\x1b\[33mWARNING\x1b\[0m"), ("1", "WARNING")):
         monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv("RANK", "0" if no_color else "a")  # which the launch refuses, on a line like these
         if no_color:
             monkeypatch.setenv("NO_COLOR", no_color)
         get_logger("tint").warning("x")

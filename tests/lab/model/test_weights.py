@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
     for text in (
         "norm.weight is not in it",
         "the model has no extra of its own",
-        "embedding.weight has the shape [41, 16], the model's [40, 16] and 1 more",
+        "embedding.weight has the shape (41, 16), the model's (40, 16) and 1 more",
     ):
         assert text in refused.value.message
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

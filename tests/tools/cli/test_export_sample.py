@@ -97,7 +97,7 @@ def test_weights_of_another_shape_are_refused_by_name_by_check_and_run_alike(fol
     wrong = ["--config", folder / "tiny.toml", "--set", f"model.weights={folder / 'exported'}", "--set", "model.dim=24"]
     for result in (program(["check", *wrong], capsys), run(*wrong)):
         assert result.returncode == 2
-        assert "embedding.weight has the shape [257, 16], the model's [257, 24]" in result.stderr
+        assert "embedding.weight has the shape (257, 16), the model's (257, 24)" in result.stderr
         assert result.stderr.count("\n") == 1
 
 

@@ -64,10 +64,10 @@ def cold_starts(run: RunRecord) -> Outcome:
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
         chunks = counted(cold.total, "chunk")
-        words = f"{chunks} that continue a document found no state, explained by {why}"
+        words = f"{chunks} continuing a document found no state, explained by {why}"
         return Outcome("explained", words)
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
-    words = f"{chunks} that continue a document found no state and began from zero, "
+    words = f"{chunks} continuing a document found no state and began from zero, "
     words += f"first logged at step {first}"
     evidence, wipes = [cold.evidence(cold.positive)], series(run, WIPES)
     knob: Knob | None = None
@@ -150,7 +150,7 @@ def _is_negative(gain: Number) -> bool:
 
 
 def _risen(curve: DepthCurve) -> tuple[int, int] | None:
-    """(depth of the largest gain, the depth from which on it is lost)."""
+    """(depth of the largest gain so far, the first at which it is lost); None: it never is."""
     best, peak = curve.gains[0]
     for start, gain in curve.gains:
         error = limits.FAR_ERRORS * math.hypot(peak.error, gain.error)
@@ -181,7 +181,7 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
         knob = Knob.scaled(run, "data.seq_len", 2, "twice as long")
         if run.setting("ledger.wipe_mode") == "full":  # no state outlives a wipe
             knob = Knob("ledger.wipe_mode", "full", "lru")
-        return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in risen), knob=knob)
+        return finding(words, *(series(run, _gain_key(name, at)).evidence() for at in sorted({*risen})), knob=knob)
     return healthy("the gain of carrying does not fall by half with depth")
 
 
