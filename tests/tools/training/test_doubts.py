@@ -211,3 +211,5 @@ def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source one: no document is left to read"):
         contents(mixed_plan(tmp_path, f'data.source=[{{name="one",paths=["{tmp_path}/empty.jsonl"]}}]'))
+    with pytest.raises(UserError, match="source one: no document is left to read"):
+        contents(mixed_plan(tmp_path, "eval.holdout_fraction=1e-9", "eval.every=1"))
