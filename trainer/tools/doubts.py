@@ -56,7 +56,7 @@ def _doubted_settings(plan: Plan) -> Iterator[Doubt]:
         yield "train.ema", f"averages about {1 / share:,.0f} steps of {steps:,}", "lower it"
     for unit, length in (("steps", steps), ("tokens", config.train.tokens)):
         warmup = getattr(config.scheduler, f"warmup_{unit}")
-        if length and warmup > limits.LONG_WARMUP * length:
+        if length and warmup - 1 > limits.LONG_WARMUP * length:  # its last step has the whole rate
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
 

@@ -44,7 +44,7 @@ def test_what_works_but_cannot_be_meant_is_said(config, caplog, overrides, messa
 
 
 def test_usual_settings_give_no_doubt(config, caplog):
-    plan_of(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "train.ema=0.5")
+    plan_of(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "train.ema=0.3", "train.steps=3")
     assert not caplog.records
 
 
