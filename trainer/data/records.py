@@ -197,7 +197,7 @@ def find_column(path: Path, schema: Any, pyarrow: Any, options: ReadOptions) -> 
     column = options.column
     if options.loss_mask is not None:
         options.loss_mask.refuse_absent(path, schema.names)
-    found = [name for name in _columns(column) if name in schema.names]
+    found = [name for name in schema.names if name in _columns(column)]
     if len(found) == 1:
         name, kind = found[0], schema.field(found[0]).type
         values = getattr(kind, "value_type", None)

@@ -134,7 +134,7 @@ def saving_ranks(model: nn.Module) -> list[int]:
 
 
 def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:
-    """The rows that this rank saves, and the first one's index; None if it saves none."""
+    """The rows that one of the `saving_ranks` saves, and the first one's index; None: it saves none."""
     if not is_dtensor(tensor) and rank > 0:  # whole: rank 0 saves it
         return None
     start, stop = own_range(tensor)

@@ -60,8 +60,8 @@ class Store:
             if ":" in rest.partition("/")[0].rpartition("@")[0]:
                 fix, self.url = "set the credentials in the environment", "a URL with a password in it"
                 raise ValueError("every run would copy it into its config")
-            if not rest.strip("/"):
-                raise ValueError("it names no bucket or directory")
+            if not rest.strip("/") or {*rest} & {*"*?["}:  # which a backend expands as it deletes
+                raise ValueError("it names no bucket or directory, or several by *, ? or [")
             core = importlib.import_module("fsspec.core")
             self._fs, root = core.url_to_fs(self.url)
         except Exception as error:  # noqa: BLE001 - backends raise anything

@@ -56,7 +56,7 @@ def _doubted_settings(plan: Plan) -> Iterator[Doubt]:
         yield "train.ema", f"averages about {1 / share:,.0f} steps of {steps:,}", "lower it"
     for unit, length in (("steps", steps), ("tokens", config.train.tokens)):
         warmup = getattr(config.scheduler, f"warmup_{unit}")
-        if length and warmup > limits.LONG_WARMUP * length:
+        if length and warmup - 1 > limits.LONG_WARMUP * length:  # its last step has the whole rate
             problem = f"{warmup:,} of {length:,} {unit}: most of the run is below the learning rate"
             yield f"scheduler.warmup_{unit}", problem, f"set it to at most {max(length // 10, 1):,}"
 
@@ -159,7 +159,7 @@ def model_bytes(plan: Plan, trained: int, frozen: int) -> dict[str, int]:
     return found
 
 
-OPENED_BYTES = 64_000_000  # of all sources together, which may have to be tokenized
+OPENED_BYTES = 64_000_000  # of all sources, and of all validation sets, which may have to be tokenized
 
 
 class Content(NamedTuple):
@@ -172,24 +172,28 @@ class Content(NamedTuple):
 
 def contents(plan: Plan) -> dict[str, Content]:
     """The content of each source of files that is read, counted, or by bytes if there are many.
-    Raises UserError: a file is damaged, or no document of a source is left to train on."""
-    read = [source for source in plan.sources if source.streams and not source.is_off]
-    size = sum(file_bytes(stream) for source in read for stream in source.streams)
-    measure = _opened if size <= OPENED_BYTES else _by_bytes
-    return {source.name: measure(plan, source) for source in read}
+    Raises UserError: a file, also of a validation set, is damaged, or a source has no document."""
+    for own in ([*plan.eval_sources] * (plan.config.eval.every > 0), plan.sources):
+        read = [source for source in own if source.streams and not source.is_off]
+        size = sum(file_bytes(stream) for source in read for stream in source.streams)
+        measure = _opened if size <= OPENED_BYTES else _by_bytes
+        found = {source.name: measure(plan, source) for source in read}
+    return found
 
 
 def _opened(plan: Plan, source: Source) -> Content:
-    cut, read, _ = reading(plan, source)
+    cut, read, _ = reading(plan, source, is_whole=any(source is each for each in plan.eval_sources))
     found, refuse_unfit = [], getattr(plan.tokenizer, "refuse_unfit", None)  # of series
+    lacks_held_out = cut.holdout_fraction > 0 and plan.config.eval.every > 0
     for stream in source.streams:  # one at a time: a mapped file keeps a descriptor
         opened = open_stream(stream, read, cut)
         found.append(opened.num_tokens())
+        lacks_held_out &= np.count_nonzero(opened.documents.lengths) == len({*opened.groups.documents.tolist()})
         if refuse_unfit is not None:
             for document, length in enumerate(opened.documents.lengths.tolist()):
                 refuse_unfit(stream.path, document, 0, opened.documents.read(document, 0, length))
     sizes = np.concatenate(found)
-    if not len(sizes):
+    if not len(sizes) or lacks_held_out:
         raise nothing_left(f"source {source.name}")
     padded, values = -(-sizes // cut.seq_len) * cut.seq_len, plan.config.data.values
     return Content(int(sizes.sum()) * values, len(sizes), int(padded.sum()) * values)

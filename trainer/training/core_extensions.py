@@ -175,7 +175,7 @@ class Replicas(Extension):
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
         self.num_sums = run.info.world_size
-        self._parameters = [each for each in run.model.parameters() if each.requires_grad]
+        self._parameters = [*run.model.parameters()]
         self._agreed = run.first_step
 
     def updated(self) -> Tensor:

@@ -380,8 +380,9 @@ def test_numbers_that_no_model_can_take_are_refused_with_their_place(series, tmp
     problem = r"series/4.npy: document 0, row 15, column 2: is nan, and .*; fill it in"
     with pytest.raises(UserError, match=problem):
         train_here(tmp_path / "series.toml", tmp_path / "run", "model.contract=false")
-    ended = verb("check", "--config", "series.toml")
-    assert (ended.returncode, bool(re.search(problem, ended.stderr))) == (2, True)
+    for sources in ("eval.every=0", "data.source=[{name='ok',paths=['series/1.npy']}]"):
+        ended = verb("check", "--config", "series.toml", "--set", sources)
+        assert (ended.returncode, bool(re.search(problem, ended.stderr))) == (2, True)
     ended = verb("check", "--config", "series.toml", "--set", "data.features=4")
     assert (ended.returncode, "must be floats [T, 4]" in ended.stderr) == (2, True)
     with pytest.raises(UserError, match=r"row 0, column 1: is 1e\+39, and"):  # infinite in float32

@@ -101,6 +101,7 @@ def test_a_prefix_is_of_one_run_and_an_outage_is_no_reason_not_to_resume(
         ("ftp://me:[verysecret@host/x", "a URL with a password in it cannot be used"),
         ("nosuch://bucket/x", "cannot be used as a store: .*Protocol not known: nosuch"),
         ("s3:///", "it names no bucket"),
+        ("memory://run*/x", "it names no bucket or directory, or several"),
         ("without://fsspec/x", r"pip install fsspec s3fs"),
     ],
 )

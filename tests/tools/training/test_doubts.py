@@ -44,7 +44,7 @@ def test_what_works_but_cannot_be_meant_is_said(config, caplog, overrides, messa
 
 
 def test_usual_settings_give_no_doubt(config, caplog):
-    plan_of(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "train.ema=0.5")
+    plan_of(config, "eval.holdout_fraction=0.2", "optimizer.lr=0.01", "train.ema=0.3", "train.steps=3")
     assert not caplog.records
 
 
@@ -211,3 +211,5 @@ def test_a_source_without_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="source one: no document is left to read"):
         contents(mixed_plan(tmp_path, f'data.source=[{{name="one",paths=["{tmp_path}/empty.jsonl"]}}]'))
+    with pytest.raises(UserError, match="source one: no document is left to read"):
+        contents(mixed_plan(tmp_path, "eval.holdout_fraction=1e-9", "eval.every=1"))
