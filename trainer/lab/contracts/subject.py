@@ -133,8 +133,8 @@ class Subject:
 
     def mismatch(self, output: Any, tokens: Tensor) -> str:
         """The problem of an output for tokens [B, T]; empty if there is none."""
-        if not hasattr(output, "logits") or not hasattr(output, "state"):
-            return f"a {type(output).__name__} without .logits and .state"
+        if missing := [f".{name}" for name in ("logits", "state") if not hasattr(output, name)]:
+            return f"a {type(output).__name__} without {' and '.join(missing)}"
         rows, length = given = list(tokens.shape)
         logits, state, wanted = shape_of(output.logits), shape_of(output.state), [rows, self.width]
         # More columns than ids do no harm: some pad the vocabulary.
