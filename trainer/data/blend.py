@@ -324,7 +324,7 @@ class BlendDataset:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python; a snapshot that later batches do not change."""
+        """Plain Python; a snapshot that later batches do not change, if those of the sources are such."""
         for index in self._unsaved:  # the states of the others are the same
             state_dict = getattr(self.sources[index].dataset, "state_dict", lambda: None)
             self._states[index] = state_dict()
@@ -358,8 +358,8 @@ class BlendDataset:
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states, own is state)
         self._begin()
-        # All: the merged metrics cover every pool's last pick.
-        self._undrained = set(range(len(self.sources)))
+        # The merged metrics cover the last pick of every pool that was read.
+        self._undrained = {at for at, count in enumerate(self._counts) if count or self._ended[at]}
         self._unsaved = set(range(len(self.sources)))
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]], is_own: bool) -> None:
@@ -375,7 +375,7 @@ class BlendDataset:
             dataset.kept = parts[0] if is_own else {ALL_RANKS: parts}
         elif parts[0] is not None and load is not None:
             load(parts[0] if is_own else parts)
-            self._ended[index] &= getattr(dataset, "is_ended", True)  # it may repeat now
+            self._ended[index] &= not isinstance(dataset, StreamSource) or dataset.is_ended  # it may repeat now
         elif self._counts[index]:
             problem = "was read before the checkpoint, and cannot be resumed"
             fix = "give it state_dict and load_state_dict, or start without this checkpoint"

@@ -252,6 +252,6 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
         if found.restart is not None:
             last_step = found.restart.global_step
         if found.global_step < last_step:
-            problem = f"falls from {last_step} to {found.global_step} without a restart"
+            problem = f"falls from {last_step} to {found.global_step}, and no restart is from there"
             yield Violation(number, "global_step", problem)
         last_step = found.global_step
