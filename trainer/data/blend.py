@@ -97,7 +97,7 @@ class BlendDataset:
         self.sources = list(sources)
         self.lane_sets: Mapping[int, int] = {}  # of full rows, see `LaneBlend`
         self._micro_batches = micro_batches
-        self._begin()
+        self._iterators = [iter(source.dataset) for source in self.sources]
         self._names = names
         self._seed = seed
         # With the names: a nested blend draws its own numbers.
@@ -144,9 +144,6 @@ class BlendDataset:
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
-
-    def _begin(self) -> None:
-        self._iterators = [iter(source.dataset) for source in self.sources]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -357,7 +354,7 @@ class BlendDataset:
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states, own is state)
-        self._begin()
+        self._iterators = [iter(source.dataset) for source in self.sources]
         # The merged metrics cover the last pick of every pool that was read.
         self._undrained = {at for at, count in enumerate(self._counts) if count or self._ended[at]}
         self._unsaved = set(range(len(self.sources)))

@@ -186,7 +186,9 @@ def validate_payload(obj: Any) -> None:
     """
     if not isinstance(obj, Mapping):
         raise PayloadError("line", f"must be an object, got {type(obj).__name__}")
-    _check_version(obj.get("schema_version"))
+    version = obj.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:  # True is 1
+        raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
     for name in _REQUIRED:
         if name not in obj:
             raise PayloadError(name, "missing")
@@ -219,11 +221,6 @@ def _section(obj: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if not isinstance(key, str) or not key:
             raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
     return section
-
-
-def _check_version(version: Any) -> None:
-    if type(version) is not int or version != SCHEMA_VERSION:  # True is 1
-        raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
 
 
 def _check_step(step: Any, key: str = "global_step") -> None:
