@@ -186,9 +186,7 @@ def validate_payload(obj: Any) -> None:
     """
     if not isinstance(obj, Mapping):
         raise PayloadError("line", f"must be an object, got {type(obj).__name__}")
-    version = obj.get("schema_version")
-    if type(version) is not int or version != SCHEMA_VERSION:  # True is 1
-        raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
+    _check_version(obj.get("schema_version"))
     for name in _REQUIRED:
         if name not in obj:
             raise PayloadError(name, "missing")
@@ -205,8 +203,7 @@ def validate_payload(obj: Any) -> None:
             raise PayloadError(f"non_finite.{key}", f"must be one of {wanted}, got {value!r:.80}")
     if RESTART in obj:
         _check_step(_section(obj, RESTART).get("from_step"), f"{RESTART}.from_step")
-    both = metrics.keys() & words.keys()
-    if both:
+    if both := metrics.keys() & words.keys():
         raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
     if not metrics and not words:
         raise PayloadError("metrics", "must not be empty")
@@ -221,6 +218,11 @@ def _section(obj: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if not isinstance(key, str) or not key:
             raise PayloadError(name, f"keys must be non-empty strings, got {key!r}")
     return section
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is not int or version != SCHEMA_VERSION:  # True is 1
+        raise PayloadError("schema_version", f"must be {SCHEMA_VERSION}, got {version!r:.80}")
 
 
 def _check_step(step: Any, key: str = "global_step") -> None:

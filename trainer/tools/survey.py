@@ -197,8 +197,7 @@ def starter(
     lengths, largest = look(chosen, options)
     if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or ids")
-    strange = not_text(chosen, format)
-    if strange:
+    if strange := not_text(chosen, format):
         what = f"not UTF-8 text: {len(strange):,} of {counted(len(chosen), 'file')}, {few(strange)}"
         fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
         notes.append(f"{what}; a run would read the bytes as they are; {fix}")

@@ -116,8 +116,7 @@ def _held_out(run: RunRecord) -> SummaryRow:
     if finite:
         best = min(finite, key=finite.__getitem__)
         notes.append(f"best {number_text(finite[best])} at step {best:,}")
-    documents = run.document_losses[0].get("eval_loss")
-    if documents:
+    if documents := run.document_losses[0].get("eval_loss"):
         tokens = sum(tokens for _, tokens in documents.values())
         notes.append(f"{counted(len(documents), 'document')}, {counted(tokens, 'token')}")
     return SummaryRow("Held-out loss", losses[-1], loss_unit(run), ", ".join(notes))
