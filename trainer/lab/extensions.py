@@ -166,7 +166,7 @@ def refuse_unfit_best(plan: Plan, model: nn.Module, auxiliary: Auxiliary) -> Non
     is_given = name in found or (table.target is not None and name.startswith("eval/"))  # known at the first evaluation
     if not table.every or not is_given or name.endswith(("accuracy", "carry_gain", "_se")):
         problem = f"{key} is no number of this run's evaluations whose lowest value is the best"
-        likely = [*found, "eval_loss"][0]
+        likely = [*found, "eval_loss with eval.holdout_fraction = 0.05"][0]
         raise UserError("checkpoint.keep_best", problem, f"set eval.every, and name a loss, such as {likely}")
 
 
