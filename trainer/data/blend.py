@@ -97,7 +97,7 @@ class BlendDataset:
         self.sources = list(sources)
         self.lane_sets: Mapping[int, int] = {}  # of full rows, see `LaneBlend`
         self._micro_batches = micro_batches
-        self._begin()
+        self._iterators = [iter(source.dataset) for source in self.sources]
         self._names = names
         self._seed = seed
         # With the names: a nested blend draws its own numbers.
@@ -144,9 +144,6 @@ class BlendDataset:
         specs = {key: lookup_or_gauge(key) for key in self.metric_keys}
         self._merges = {key: _MERGES[spec.ranks] for key, spec in specs.items()}
         self._counters = {key for key, spec in specs.items() if spec.kind == "counter"}
-
-    def _begin(self) -> None:
-        self._iterators = [iter(source.dataset) for source in self.sources]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -324,7 +321,7 @@ class BlendDataset:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python; a snapshot that later batches do not change."""
+        """Plain Python; a snapshot that later batches do not change, if those of the sources are such."""
         for index in self._unsaved:  # the states of the others are the same
             state_dict = getattr(self.sources[index].dataset, "state_dict", lambda: None)
             self._states[index] = state_dict()
@@ -357,9 +354,9 @@ class BlendDataset:
             self._counts[index], self._ended[index] = 0, False
             if name in own["names"]:
                 self._load_source(index, own["names"].index(name), states, own is state)
-        self._begin()
-        # All: the merged metrics cover every pool's last pick.
-        self._undrained = set(range(len(self.sources)))
+        self._iterators = [iter(source.dataset) for source in self.sources]
+        # The merged metrics cover the last pick of every pool that was read.
+        self._undrained = {at for at, count in enumerate(self._counts) if count or self._ended[at]}
         self._unsaved = set(range(len(self.sources)))
 
     def _load_source(self, index: int, saved: int, states: Sequence[Mapping[str, Any]], is_own: bool) -> None:
@@ -375,7 +372,7 @@ class BlendDataset:
             dataset.kept = parts[0] if is_own else {ALL_RANKS: parts}
         elif parts[0] is not None and load is not None:
             load(parts[0] if is_own else parts)
-            self._ended[index] &= getattr(dataset, "is_ended", True)  # it may repeat now
+            self._ended[index] &= not isinstance(dataset, StreamSource) or dataset.is_ended  # it may repeat now
         elif self._counts[index]:
             problem = "was read before the checkpoint, and cannot be resumed"
             fix = "give it state_dict and load_state_dict, or start without this checkpoint"

@@ -8,7 +8,6 @@ profiler records N steady steps of rank 0, as a trace in `RUN_DIR/profile`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,18 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainer.config.schema import RunConfig
+from trainer.data.tokenizer import token_bytes
 from trainer.distributed.env import from_main_rank
 from trainer.distributed.strategy import Strategy, as_shard, own_part, own_range
 from trainer.errors import UserError
 from trainer.import_path import users_code
-from trainer.metrics.catalog import EMA_PREFIX
+from trainer.lab.depth import NUM_BUCKETS
+from trainer.metrics.best_effort import Diagnostics
+from trainer.metrics.catalog import EMA_PREFIX, EVAL_PREFIX
 from trainer.metrics.logger import get_logger
+from trainer.objective import Auxiliary
 from trainer.training.checkpoint import MARKER, checkpoint_name, loading
+from trainer.training.evaluator import make_details
 from trainer.training.extension import Extension, RunView, Step
+from trainer.training.plan import Plan, width_of
 from trainer.training.tensor_files import TensorFiles
 from trainer.training.train_state import open_model, read_like
-from trainer.wording import counted
+from trainer.wording import counted, few
 
 logger = get_logger(__name__)
 AVERAGES: Final = "ema."  # begins the names of the averages in a checkpoint
@@ -106,7 +110,7 @@ class BestCheckpoint(Extension):
 
     def __init__(self, run: RunView) -> None:
         super().__init__(run)
-        refuse_unfit_best(run.config)
+        refuse_unfit_best(run.plan, run.model, run.auxiliary)
         self._key = run.config.checkpoint.keep_best or ""
         self._best: dict[str, Any] = {}
         # The evaluation that a resume makes up for may be of a checkpoint in another directory.
@@ -119,8 +123,8 @@ class BestCheckpoint(Extension):
         if self.state_dict() != before:
             self.run.position.must_save = True
         elif found and not before and self._key not in found:
-            keys = ", ".join(key for key in found if key.endswith("loss"))
-            problem = f"{self._key} is no number of an evaluation; name one, such as {keys}"
+            losses_first = sorted(found, key=lambda key: not key.endswith("loss"))
+            problem = f"{self._key} is no number of an evaluation; name one, such as {few(losses_first)}"
             self.run.failure = f"checkpoint.keep_best: {problem}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,18 +146,28 @@ class BestCheckpoint(Extension):
             logger.warning(text, state["key"], state["value"], state["step"])
 
 
-def refuse_unfit_best(config: RunConfig) -> None:
+def refuse_unfit_best(plan: Plan, model: nn.Module, auxiliary: Auxiliary) -> None:
     """Refuse a `checkpoint.keep_best` that no evaluation gives, or whose lowest is the worst."""
-    key, table = config.checkpoint.keep_best, config.eval
-    lowest, sets = "loss|loss_se|perplexity|bits_per_byte", "|".join(re.escape(each.name) for each in table.source)
-    pattern = f"eval_({lowest}|.+/.+)|eval/({sets})/({lowest})|eval/(.+/)?depth/.+"
-    if table.target is not None:
-        pattern += "|eval/.+"  # what it returns is known at the first evaluation
-    name = (key or "").removeprefix(EMA_PREFIX if config.train.ema else "")
-    is_fit = table.every and re.fullmatch(pattern, name) and not name.endswith(("accuracy", "carry_gain"))
-    if key is not None and not is_fit:
+    key, table, components = plan.config.checkpoint.keep_best, plan.config.eval, plan.config.objective.components
+    if key is None:
+        return
+    names, sets = ["loss"], [f"eval/{each.name}/" for each in table.source]
+    if "token_ce" in components:
+        names += ["perplexity"] + ["bits_per_byte"] * (token_bytes(plan.tokenizer)[0] is not None)
+    found = [f"{place}{name}" for place in sets for name in names]
+    if table.holdout_fraction > 0 and any(each.streams and not each.is_off for each in plan.sources):
+        details = make_details(plan, Diagnostics(), auxiliary)
+        found = [f"{EVAL_PREFIX}{name}" for name in (*names, *details.metric_keys)] + found
+        sets.append("eval/")  # of depths
+    if table.depth and width_of(model) and {"own", "token_ce"} & {*components}:
+        depths, names = [1 << index >> 1 for index in range(NUM_BUCKETS)], ["loss", "loss_from_zero"]
+        found += [f"{place}depth/{depth}/{name}" for place in sets for depth in depths for name in names]
+    name = key.removeprefix(EMA_PREFIX if plan.config.train.ema else "")
+    is_given = name in found or (table.target is not None and name.startswith("eval/"))  # known at the first evaluation
+    if not table.every or not is_given or name.endswith(("accuracy", "carry_gain", "_se")):
         problem = f"{key} is no number of this run's evaluations whose lowest value is the best"
-        raise UserError("checkpoint.keep_best", problem, "set eval.every, and name a loss, such as eval_loss")
+        likely = [*found, "eval_loss with eval.holdout_fraction = 0.05"][0]
+        raise UserError("checkpoint.keep_best", problem, f"set eval.every, and name a loss, such as {likely}")
 
 
 DECAY = 0.98  # of the averages: they span about the last 50 steps

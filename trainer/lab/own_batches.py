@@ -261,8 +261,8 @@ class OwnTask:
         self.guard, self._is_off = guard, False  # off: the same on all ranks
 
     def __call__(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
-        """The task's numbers as `eval/<name>`, the same on every rank, without `taken` names;
-        empty once it has failed.
+        """The task's numbers as `eval/<name>`, the same on every rank, without `taken` ones; empty
+        once it has failed.
 
         The model is in evaluation mode, without gradients; torch's random state is restored
         afterwards.
@@ -285,10 +285,8 @@ class OwnTask:
             found = self._function(step=step, **where, **self._given)
         if not info.is_main:
             return {}
-        if not isinstance(found, Mapping):
-            raise TypeError(f"eval.target returned a {type(found).__name__}, not a mapping of names to numbers")
         values = checked(found, self.guard.leave_out, as_number)
         own = {f"eval/{name}": value for name, value in values.items() if value is not None}
         for key in sorted(own.keys() & taken):
-            self.guard.leave_out(key, "the evaluation of [[eval.source]] reports a metric of this name itself")
+            self.guard.leave_out(key, "another number of the evaluation is shown under this name; give it another one")
         return {key: value for key, value in own.items() if key not in taken}

@@ -43,9 +43,7 @@ def register(*specs: MetricSpec) -> None:
         plain = re.split("<[^<>/]+>", spec.name)
         if len(plain) > 1:  # a part in angle brackets matches one segment between slashes
             _PATTERNS[spec.name] = re.compile("([^/]+)".join(map(re.escape, plain)))
-    # A key that was a gauge until now may have a row.
-    _find.cache_clear()
-    _gauge.cache_clear()
+    _find.cache_clear()  # a key that was a gauge until now may have a row
 
 
 def plain_names() -> list[str]:

@@ -203,8 +203,7 @@ def validate_payload(obj: Any) -> None:
             raise PayloadError(f"non_finite.{key}", f"must be one of {wanted}, got {value!r:.80}")
     if RESTART in obj:
         _check_step(_section(obj, RESTART).get("from_step"), f"{RESTART}.from_step")
-    both = metrics.keys() & words.keys()
-    if both:
+    if both := metrics.keys() & words.keys():
         raise PayloadError(f"non_finite.{min(both)}", "appears in metrics as well")
     if not metrics and not words:
         raise PayloadError("metrics", "must not be empty")
@@ -252,6 +251,6 @@ def validate_stream(lines: Iterable[str | bytes]) -> Iterator[Violation]:
         if found.restart is not None:
             last_step = found.restart.global_step
         if found.global_step < last_step:
-            problem = f"falls from {last_step} to {found.global_step} without a restart"
+            problem = f"falls from {last_step} to {found.global_step}, and no restart is from there"
             yield Violation(number, "global_step", problem)
         last_step = found.global_step

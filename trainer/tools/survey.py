@@ -177,7 +177,7 @@ def starter(
 ) -> tuple[str, list[str]]:
     """A config for the data at `paths`, and what the user should check in it; the other arguments
     are the verb's options. Raises UserError: there is nothing to train on."""
-    paths = [str(Path(path).expanduser()) for path in paths]
+    paths = [str(Path(os.path.expanduser(path))) for path in paths]  # `~nobody` stays
     if odd := [path for path in paths if re.search("[\udc80-\udcff]", path)]:  # no UTF-8
         raise damaged(odd[0], "is not a name in UTF-8, which a config must be", "rename it, or name a link to it")
     streams, where = discover(paths, format=format)
@@ -189,7 +189,7 @@ def starter(
     kind, formats = guess(chosen, options)
     notes = []
     if share < 1.0:
-        notes.append(f"only {share:.0%} of the bytes were inspected; the rest may differ")
+        notes.append(f"only {share:.2%} of the bytes were inspected; the rest may differ")
     if tokenizer is None:
         tokenizer = {"text": "bytes", "ids": "ids"}[kind]
     if tokenizer != "ids":
@@ -197,8 +197,7 @@ def starter(
     lengths, largest = look(chosen, options)
     if not any(each.any() for each in lengths):
         raise UserError(paths[0], "holds no token at all", "name files with text or ids")
-    strange = not_text(chosen, format)
-    if strange:
+    if strange := not_text(chosen, format):
         what = f"not UTF-8 text: {len(strange):,} of {counted(len(chosen), 'file')}, {few(strange)}"
         fix = "convert to UTF-8, or copy the other files with train data build text, which skips such ones"
         notes.append(f"{what}; a run would read the bytes as they are; {fix}")
@@ -206,7 +205,7 @@ def starter(
     sizes = choose_sizes(chosen, lengths, share=share)
     documents = counted(sum(map(len, lengths)), "document")
     if not sizes["holdout_fraction"]:
-        problem = f"none of {documents}, or more than {MOST_HELD_OUT:.0%} of the text"
+        problem = f"almost none of {documents}, or more than {MOST_HELD_OUT:.0%} of the text"
         notes.append(f"no [eval]: it would hold out {problem}; add an [[eval.source]]")
     # Lines of the template that begin with one of these and a bar are optional.
     shown = {

@@ -24,6 +24,7 @@ from trainer.metrics.aggregate import reduce_over_ranks
 from trainer.metrics.best_effort import Diagnostics
 from trainer.metrics.catalog import EVAL_PREFIX
 from trainer.metrics.logger import get_logger
+from trainer.metrics.sinks import display_key
 from trainer.model.protocol import evaluating
 from trainer.objective import Auxiliary, Loss, ObjectiveOutput
 from trainer.options import DEFAULT_CAPACITY, LedgerOptions
@@ -159,9 +160,9 @@ class Evaluator:
                 return None
             found |= values
         if self._task is not None:
-            # Also those that this evaluation happens not to have.
-            taken = found.keys() | {f"eval/{each.name}/{key}" for each in self.sets for key in OF_A_SET}
-            found |= self._task(self, step, taken)
+            # As sinks show them; also those that this evaluation happens not to have.
+            own = (_named(each.name, dict.fromkeys(OF_A_SET, 0.0), {}) for each in self.sets)
+            found |= self._task(self, step, {*map(display_key, chain(found, *own))})
         return found
 
     @torch.no_grad()

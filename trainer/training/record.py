@@ -45,7 +45,7 @@ def place_run(plan: Plan, given: str | None, info: RankInfo, stack: ExitStack) -
                 placed = _place_on_main(plan, given, stack)
             except OSError as error:  # a name that is too long, a directory that may not be read
                 place = printable(str(error.filename or given or plan.config.run.dir))
-                problem = f"cannot be used: {error.strerror}"
+                problem = f"cannot be used: {error.strerror or error}"
                 raise UserError(place, problem, "choose another place with --run-dir") from None
     answer: Any = placed and (placed[0].path, placed[1])  # rank 0 alone holds the uploads
     path, found = from_main_rank(answer, world_size=info.world_size)

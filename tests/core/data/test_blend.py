@@ -212,7 +212,7 @@ def test_a_source_without_state_does_not_resume_and_one_with_it_gets_a_list_on_o
     off.load_state_dict({**blend.state_dict(), "sources": [[7]]})
     own, state, given = Plain(), off.state_dict(), []
     assert state["sources"] == [[7]]  # a list is not taken for the states of all ranks
-    own.load_state_dict = given.append
+    own.load_state_dict = own.is_ended = given.append  # the latter is nothing that a source needs
     off.load_state_dict([state])  # of a world of one rank, now of several
     for saved in (state, [state], [state] * 2, off.state_dict()):
         BlendDataset([BlendSource("a", own, ConstantWeight(1))], seed=0).load_state_dict(saved)

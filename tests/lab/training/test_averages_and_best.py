@@ -15,14 +15,15 @@ from safetensors.torch import load_file
 
 from tests.support import faulty_model
 from tests.support.checkpoints import model_content, sign
-from tests.support.in_process import train_here
+from tests.support.in_process import plan_of, train_here
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import read_rows, write_tiny_config
-from trainer.config.load import load_config
 from trainer.errors import UserError
 from trainer.lab.extensions import refuse_unfit_best
+from trainer.objective import Auxiliary
 from trainer.tools.offline import evaluate_checkpoint
 from trainer.training import checkpoint
+from trainer.training.plan import build_model
 
 EMA, STEPS, REJECTED = 0.75, 6, 3
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def test_a_resumed_average_has_the_same_bits_and_one_that_is_turned_on_or_off_is
 
 def score(*, step: int, **_: object) -> dict[str, float]:
     """For `[eval] target`: the scores by step are in the environment."""
-    return {"score": json.loads(os.environ["SCORES"]).get(str(step), 9.0)}
+    return {"score": json.loads(os.environ["SCORES"]).get(str(step), 9.0), "loss": -1.0}
 
 
 @pytest.fixture
@@ -176,23 +177,26 @@ def test_an_evaluation_of_a_checkpoint_in_another_directory_is_no_best(go, tmp_p
     assert go(5, {2: 1.0, 4: 2.0}, resume) == ([5, 4], 4)
 
 
-def test_without_a_best_the_verbs_say_so_and_a_number_that_never_comes_ends_the_run(go, tmp_path, verb):
+def test_without_a_best_the_verbs_say_so_and_a_number_that_never_comes_ends_the_run(go, tmp_path, verb, capsys):
     assert go(4, {2: NAN, 4: NAN}) == ([4], -1)
     assert "has no best checkpoint" in verb("sample", tmp_path / "run", "--step", "best").stderr
     shutil.rmtree(tmp_path / "run")
-    assert go(6, {}, 'checkpoint.keep_best="eval/scores"', code=1) == ([], None)
+    assert go(6, {}, 'checkpoint.keep_best="eval/scores"', "eval.holdout_fraction=0.2", code=1) == ([], None)
+    assert "metric 'eval/loss' is left out" in capsys.readouterr().err  # shown as the held-out loss is
     reason = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]
     assert "checkpoint.keep_best: eval/scores is no number of an evaluation" in reason
 
 
 FIT = ("eval_loss", "ema/eval_loss", "eval_objective/token_ce", "eval/books/bits_per_byte", "eval/depth/8/loss")
-UNFIT = ("eval_los", "eval_lr", "loss", "eval_accuracy", "eval/boks/loss", "ema/loss", "eval/books/accuracy")
+UNFIT = ("eval_los", "eval_lr", "loss", "eval_loss_se", "eval/boks/loss", "ema/loss", "eval/books/accuracy")
+SETTINGS = {"ema/": "train.ema=0.9", "depth": "eval.depth=true", "eval_": "eval.holdout_fraction=0.2"}
 
 
 @pytest.mark.parametrize("key", [*FIT, *UNFIT])
 def test_a_key_that_no_evaluation_gives_or_that_should_rise_is_refused_by_name(key, tmp_path):
-    sets = ["eval.every=2", 'eval.source=[{name="books", paths=["x"]}]', f'checkpoint.keep_best="{key}"']
-    config = write_tiny_config(tmp_path)
-    for more, is_fit in (("train.ema=0.9", key in FIT), ("train.ema=0", key in FIT and key[:4] != "ema/")):
+    sets = [f'eval={{every=2, source=[{{name="books", paths=["{tmp_path}/*/*/*"]}}]}}', f'checkpoint.keep_best="{key}"']
+    for off in (None, *SETTINGS):
+        plan = plan_of(write_tiny_config(tmp_path), *sets, *(SETTINGS[part] for part in SETTINGS if part != off))
+        is_fit = key in FIT and (off is None or off not in key.replace("eval/depth", "eval_depth"))
         with nullcontext() if is_fit else pytest.raises(UserError, match=f"{key} is no number of this run's eval"):
-            refuse_unfit_best(load_config(config, [*sets, more]))
+            refuse_unfit_best(plan, build_model(plan.config.model, plan.vocab_size), Auxiliary())

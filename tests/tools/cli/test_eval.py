@@ -96,9 +96,8 @@ def test_a_set_has_its_own_keys_and_its_loss_is_that_of_its_documents(finished, 
     depth = {key for key in logged[6] if "depth/" in key}
     assert {f"eval/{name}depth/beyond_cell/carry_gain" for name in ("", "near/", "far/")} <= depth
     of_each = ("loss", "accuracy", "perplexity", "bits_per_byte")
-    assert rows[6].keys() - depth == {f"eval/{name}/{key}" for name in ("near", "far") for key in of_each} | {
-        "eval/far/loss_se"
-    }
+    of_both = {f"eval/{name}/{key}" for name in ("near", "far") for key in of_each}
+    assert rows[6].keys() - depth == of_both | {"eval/far/loss_se"}
     loss, accuracy = loss_of(finished, sorted((finished.parent / "near").iterdir()))
     assert rows[6]["eval/near/loss"] == pytest.approx(loss, rel=1e-5)
     assert rows[6]["eval/near/accuracy"] == pytest.approx(accuracy)
@@ -126,12 +125,8 @@ def test_two_ranks_share_drawn_documents(config, capsys):
     run_dir, said = trained(config, *sets, nproc=2)
     row = read_rows(run_dir / "metrics.jsonl")["eval", 6]
     logged = {key: value for key, value in row.items() if key.startswith(("eval_", "eval/depth/"))}
-    assert {
-        "eval_loss_se",
-        "eval/depth/beyond_cell/carry_gain_se",
-        "eval_bits_per_byte",
-        "eval_token_type/space/loss",
-    } <= logged.keys()
+    some = {"eval_loss_se", "eval/depth/beyond_cell/carry_gain_se", "eval_bits_per_byte", "eval_token_type/space/loss"}
+    assert some <= logged.keys()
     assert "held out: over documents, carrying " in said
     assert f"held out {logged['eval_loss']:.4f} +- {2 * logged['eval_loss_se']:.4f} (95 %; " in said
     # Of one rank, twice as many micro-batches are as many documents.

@@ -256,6 +256,8 @@ def check_purity(trial: Trial) -> tuple[Verdict, Trial]:
         kept = replace(subject, model=subject.fresh(), is_pure=True)
         start, result = subject(tokens, zeros), kept(tokens, state)
         written = written or result.written
+        if trial.request.resets:
+            written = written or subject(tokens, state, tokens % 2 == 0).written
         # Other tokens and another state: the same call again would write the same numbers.
         kept(trial.others(tokens), None if state is None else state.flip(0))
         pairs = ((kept(tokens, state), result), (kept(tokens, zeros), start))

@@ -80,9 +80,11 @@ class Subject:
 
     @property
     def width(self) -> int:
-        """Of a row of the state; 0: there is none."""
+        """Of a row of the state; 0: there is none. Raises CallFailed: it is no number of them."""
         found: Any = self.model.state_width
-        return int(found)
+        if not isinstance(found, int) or found < 0:
+            raise CallFailed(f"its state_width is {found!r}, not an integer from 0 on")
+        return found
 
     def zeros(self, rows: int) -> Tensor | None:
         """The state from which a group starts; None for a model without state."""
@@ -129,12 +131,12 @@ class Subject:
         if end is not None:  # the next call may write into a buffer of the model's own
             end = end.detach().clone()
         exact = logits.detach().to(torch.float64, copy=True)
-        return Result(exact, end, self._written(given, tokens, state))
+        return Result(exact, end, self._written(given, tokens, state, resets))
 
     def mismatch(self, output: Any, tokens: Tensor) -> str:
         """The problem of an output for tokens [B, T]; empty if there is none."""
-        if not hasattr(output, "logits") or not hasattr(output, "state"):
-            return f"a {type(output).__name__} without .logits and .state"
+        if missing := [f".{name}" for name in ("logits", "state") if not hasattr(output, name)]:
+            return f"a {type(output).__name__} without {' and '.join(missing)}"
         rows, length = given = list(tokens.shape)
         logits, state, wanted = shape_of(output.logits), shape_of(output.state), [rows, self.width]
         # More columns than ids do no harm: some pad the vocabulary.
@@ -148,14 +150,12 @@ class Subject:
             return f"a state of {dtype}: leave out state_width, and it is carried exactly"
         return ""
 
-    def _written(self, given: dict[str, Any], tokens: Tensor, state: Tensor | None) -> str:
-        """Which of the arguments `given` the forward has changed, in place."""
-        if state is not None:
-            before, after = (each.nan_to_num() for each in (state.to(self.ledger_dtype), given["state"]))
-            if not torch.equal(before, after):
-                return "the incoming state"
-        if not torch.equal(given["tokens"], tokens.to(self.device)):
-            return "tokens"
+    def _written(self, given: dict[str, Any], *arguments: Tensor | None) -> str:
+        """Which of the copies `given` of tokens, state and resets the forward has changed, in place."""
+        names = ("tokens", "the incoming state", "resets")
+        for name, before, after in zip(names, arguments, given.values(), strict=False):
+            if before is not None and not torch.equal(before.to(after).nan_to_num(), after.nan_to_num()):
+                return name
         return ""
 
     def forward(self, model: nn.Module, inputs: dict[str, Any]) -> Any:

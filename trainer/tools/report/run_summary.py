@@ -101,7 +101,7 @@ def _time(run: RunRecord) -> SummaryRow:
     begins = [each.global_step for each in run.restarts if each.global_step < min(times)]
     before = [min(begins, default=0), *times]
     seconds = sum(mean * (step - last) for last, (step, mean) in zip(before, times.items(), strict=False))
-    note = f"{timedelta(seconds=round(seconds))} without evaluations and checkpoints"
+    note = f"{timedelta(seconds=round(min(seconds, 1e13)))} without evaluations and checkpoints"  # the most it takes
     return SummaryRow(label, seconds, "s", note)
 
 
@@ -116,8 +116,7 @@ def _held_out(run: RunRecord) -> SummaryRow:
     if finite:
         best = min(finite, key=finite.__getitem__)
         notes.append(f"best {number_text(finite[best])} at step {best:,}")
-    documents = run.document_losses[0].get("eval_loss")
-    if documents:
+    if documents := run.document_losses[0].get("eval_loss"):
         tokens = sum(tokens for _, tokens in documents.values())
         notes.append(f"{counted(len(documents), 'document')}, {counted(tokens, 'token')}")
     return SummaryRow("Held-out loss", losses[-1], loss_unit(run), ", ".join(notes))
@@ -205,7 +204,8 @@ def _difference(before: Losses, after: Losses) -> tuple[float | None, float | No
 
 def over_seeds(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Means of the last held-out loss over runs that share all but `run.seed`: settings, also those that
-    a resume changed, ranks, machine, versions and step. Of runs with one seed the first counts.
+    a resume changed, ranks, machine, versions and step. Of runs with one seed the first counts, of
+    those without recorded settings none.
 
     A group is also compared with the first one of its step, by the seeds that both have: `minus`.
     `error`: of the mean, by Student's t; `ERRORS_SHOWN` are 95 %. None for one seed.

@@ -191,7 +191,6 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.training.record import check_config
 
     config = plan.config
-    refuse_unfit_best(config)
     if config.model.weights is not None:
         weights, _ = read_weights(config.model.weights)
         check_fit(model, weights, key="model.weights", path=config.model.weights)
@@ -206,7 +205,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
     if config.objective.chunk_tokens:
         output_layer(model)
-    make_auxiliary(config.objective, model, plan.parts)
+    refuse_unfit_best(plan, model, make_auxiliary(config.objective, model, plan.parts))
     if config.train.activation_checkpointing == "block":
         recompute_blocks(model)
     if plan.layout is not None:

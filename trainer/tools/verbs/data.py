@@ -124,7 +124,7 @@ def at_step(
     trust_code: shared.TrustOption = False,
     as_json: shared.JsonOption = False,
 ) -> None:
-    """Show what a step of a run read, from the data cursors of a checkpoint before it, without the model."""
+    """Show what a step of a run read, from the data cursors of a checkpoint before it, if any, without the model."""
     logging.disable(logging.INFO)  # what a run says as it starts
     with uncollected():
         from trainer.tools.read_step import find_origin, read_step
@@ -155,6 +155,4 @@ def _cell(value: Any) -> str:
             if each["stream"] != value[0]["stream"]:
                 texts[number] = f"{each['stream']} {texts[number]}"
         return escape(", ".join(texts))
-    if value is None:
-        return ""
-    return escape(str(value))
+    return escape(str(value)) * (value is not None)
