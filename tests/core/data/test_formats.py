@@ -278,17 +278,16 @@ def reversed_lines(path, options):
     return table_from_pieces([*pieces, np.array([])], options.tokenizer.vocab_size)
 
 def of(tokens, starts, lengths):
-    return lambda path, options: TokenTable(np.asarray(tokens), np.asarray(starts), np.asarray(lengths))
+    return lambda path, options: TokenTable(tokens, starts, lengths)
 
 alien_id = of([1, 2, 999], [0], [3])
 too_long = of([1, 2, 3], [0, 2], [2, 2])
 floats = of([1.0, 2.0], [0], [2])
 uneven = of([1, 2, 3], [0, 2], [1])
 square = of([1, 2, 3], [[0]], [[2]])
+ragged = of([[1], [2, 3]], [0], [2])
 big_endian = of(np.array([1, 2], ">u2"), [0], [2])
-
-def no_table(path, options):
-    return [1, 2]
+no_table = lambda path, options: [1, 2]
 
 def crashes(path, options):
     raise KeyError("header")
@@ -320,7 +319,8 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
     [
         ("alien_id", "token id 999 at token 2 is outside the vocabulary"),
         ("too_long", "a document does not lie within its 3 tokens"),
-        *((name, "must be integers") for name in ("floats", "uneven", "square")),
+        *((name, r"must be integers of shapes \[N\]") for name in ("floats", "uneven", "square")),
+        ("ragged", r"read by formats_of_mine:ragged\): fails: ValueError: "),
         ("no_table", "returned a list"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),
         ("nothing", "has no function nothing"),
