@@ -64,7 +64,7 @@ def place_of(error: BaseException) -> str:
 
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """`NameError: name 'x' is not defined (mine.py:3)`; `otherwise`: outside user code."""
-    text = error.msg if isinstance(error, SyntaxError) else message_of(error)
+    text = str(error.msg or "") if isinstance(error, SyntaxError) else message_of(error)
     told = f": {' '.join(text.split())}" * bool(text)
     return f"{type(error).__name__}{told}{place_of(error) or otherwise}"
 

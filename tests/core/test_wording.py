@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import UserError, UserErrors
+from trainer.import_path import format_error
 from trainer.metrics.logger import get_logger
 from trainer.tools.runs.readings import number_text
 from trainer.wording import counted, error_text, few, printable
@@ -33,7 +34,7 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
     assert error_text(caught.value).startswith(f"StopIteration: at {__file__}:")
     assert error_text(ValueError("bad")) == "ValueError: bad"
     odd = type("Odd", (ValueError,), {"__str__": lambda self: self.args[5]})
-    assert error_text(odd()) == "Odd: its message cannot be shown"
+    assert (error_text(odd()), format_error(SyntaxError())) == ("Odd: its message cannot be shown", "SyntaxError")
 
 
 NAMES = st.text(st.characters(), max_size=12) | st.binary(max_size=12).map(os.fsdecode)

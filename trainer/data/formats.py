@@ -36,7 +36,7 @@ def load_own(format: str, path: Path, options: ReadOptions) -> TokenTable:
     tokens, starts, lengths = (each if each.size else each.astype(np.int64) for each in parts)
     shapes_fit = tokens.ndim == starts.ndim == 1 and starts.shape == lengths.shape
     if {tokens.dtype.kind, starts.dtype.kind, lengths.dtype.kind} - {"i", "u"} or not shapes_fit:
-        raise damaged(where, "tokens, starts and lengths must be integers", "return arrays [N], [D] and [D]")
+        raise damaged(where, "tokens, starts and lengths must be integers of shapes [N], [D] and [D]", "return these")
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     tokens = tokens.astype(tokens.dtype.newbyteorder("="), copy=False)
     if ((starts < 0) | (lengths < 0) | (lengths > len(tokens) - starts)).any():

@@ -64,12 +64,15 @@ def make_state(plan: Plan, info: RankInfo, device: torch.device, strategy: Strat
     # Before the parameters get their memory on the device.
     (strategy or Strategy()).shard(model)
     model = model.to(device)
-    flops = getattr(model, "flops_per_token", None)  # for MFU; a custom model need not say
+    flops_of, flops = getattr(model, "flops_per_token", None), 0.0  # for MFU; a custom model need not say
+    if flops_of is not None:
+        with users_code("model.target", "its flops_per_token(seq_len) fails"):
+            flops = float(flops_of(config.data.seq_len))
     tracker = MetricsTracker(
         config.metrics,
         num_devices=info.world_size,
         device=device,
-        flops_per_token=0.0 if flops is None else flops(config.data.seq_len),
+        flops_per_token=flops,
         rank=info.rank,
     )
     return TrainState(

@@ -294,8 +294,8 @@ def build_model(
         fix = f"it takes {', '.join(inspect.signature(target).parameters)}"
     refuse_arguments(target, name, given, key="model.args", fix=fix)
     with users_code(key, f"{name} fails"):
-        model = target(**given)
-    width, problem = getattr(model, "state_width", 0), ""
+        model, problem = target(**given), ""
+        width = getattr(model, "state_width", 0)
     if not isinstance(model, nn.Module):
         problem = f"a {type(model).__name__}, not a module"
     elif not any(parameter.requires_grad for parameter in model.parameters()):

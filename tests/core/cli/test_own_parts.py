@@ -74,11 +74,9 @@ class Sometimes(Bigram):
         logits = super().forward(tokens, state).logits
         return ModelOutput(logits if tokens[0, 0] % 3 else logits + self.second(tokens), None)
 
-def frozen(vocab_size, dim, num_layers):
-    return Bigram(vocab_size).requires_grad_(False)
-
-def not_a_model(vocab_size, dim, num_layers):
-    return object()
+frozen = lambda vocab_size, dim, num_layers: Bigram(vocab_size).requires_grad_(False)
+not_a_model = lambda vocab_size, dim, num_layers: object()
+widthless = lambda vocab_size, dim, num_layers: type("Odd", (), {"state_width": property(lambda self: 1 / 0)})()
 """
 
 
@@ -158,6 +156,7 @@ def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
     [
         ("model.target=own_parts:not_a_model", "gave a object, not a module"),
         ("model.target=own_parts:frozen", "own_parts:frozen gave a model without a parameter to train"),
+        ("model.target=own_parts:widthless", "own_parts:widthless fails: ZeroDivisionError"),
         ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' is the first match of no "),
         (
             "optimizer.target=own_parts:Bigram",

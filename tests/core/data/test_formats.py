@@ -320,7 +320,7 @@ def test_documents_are_those_that_a_custom_format_gives_for_files_of_any_ending(
     [
         ("alien_id", "token id 999 at token 2 is outside the vocabulary"),
         ("too_long", "a document does not lie within its 3 tokens"),
-        *((name, "must be integers") for name in ("floats", "uneven", "square")),
+        *((name, r"must be integers of shapes \[N\]") for name in ("floats", "uneven", "square")),
         ("no_table", "returned a list"),
         ("ragged", r"read by formats_of_mine:ragged\): fails: ValueError: setting an array element"),
         ("crashes", r"read by formats_of_mine:crashes\): fails: KeyError: 'header' \(.*formats_of_mine.py:\d+\)"),

@@ -158,7 +158,8 @@ class Capped(nn.Module):
 
 
 def test_a_model_that_changes_its_logits_is_refused_and_another_is_not():
-    for after in (lambda x: 3.0 * torch.tanh(x / 3.0), lambda x: x[..., :-1], lambda x: x + 1.0):
+    masked = lambda x: torch.cat([x[..., :8], x[..., 8:] - torch.inf], dim=-1)  # noqa: E731 - as the others
+    for after in (lambda x: 3.0 * torch.tanh(x / 3.0), lambda x: x[..., :-1], lambda x: x + 1.0, masked):
         model = Capped(after)
         with pytest.raises(UserError, match=r"objective.chunk_tokens: the model's logits are not those"):
             refuse_more_than_a_head(model, output_layer(model), CPU, seq_len=12)

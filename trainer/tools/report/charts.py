@@ -52,7 +52,7 @@ class Curve:
 
 def make_curve(steps: ArrayLike, values: ArrayLike, *, limit: int = MOST_POINTS) -> Curve:
     """A curve of at most `limit` points from ascending steps [V]. More values are put into buckets
-    of equal size, whose lowest and highest keep an outlier visible in a run of any length."""
+    of nearly equal size, whose lowest and highest keep an outlier visible in a run of any length."""
     step, value = np.asarray(steps, np.float64), np.asarray(values, np.float64)
     finite = np.isfinite(value)
     bad = step[~finite].astype(int).tolist()
