@@ -161,14 +161,14 @@ def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[
 
 
 def _in_words(source: Mapping[str, Any]) -> str:
-    text = "a data set of your own, or not read"
+    text = "a data set of your own" * bool(source.get("share", 1)) or "not read at first"
     if source["streams"]:
         text = f"{counted(source['streams'], 'stream')}, {source['bytes'] / 1e6:,.1f} MB"
         text += f", modalities {', '.join(source['modalities'])}"
     if "share" in source:
-        text += f"; {source['share']:.1%} of what is read"
+        text += f"; share {source['share']:.1%} at first"
     if "steps_per_epoch" in source:
-        text += f", an epoch takes {counted(source['steps_per_epoch'], 'step')}"
+        text += f", an epoch then takes {counted(source['steps_per_epoch'], 'step')}"
         if not source["documents"]:
             text += " at most" if source["positions"] else " without padding"
     return text
