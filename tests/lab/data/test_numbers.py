@@ -165,7 +165,7 @@ INCLUDED = "[[source]]\nname = 'b'\ntarget = 'mistakes:holes'\n"
             "model.target: forward needs foo, which the data do not have; give a default, or read data of your own",
         ),
         ("data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
-        ("data.source=[{name='a', target='mistakes:holes', args={rank=0}}]", "source a: args: names rank, which"),
+        ("eval.source=[{name='a', target='mistakes:holes', args={rank=0}}]", "eval source a: args: names rank, which"),
         ("model.target='mistakes:Nested' and data.source=[{name='a', target='mistakes:narrow'}]", NARROW),
         (
             "data.source=[{name='a', target='mistakes:misspelt'}]",

@@ -177,7 +177,7 @@ def _in_words(source: Mapping[str, Any]) -> str:
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     """Refuse what a run would refuse at its start. Reads weights, and settings of a checkpoint,
     but no data. Raises UserError: the first of them."""
-    from trainer.import_path import refuse_arguments, resolve_target
+    from trainer.import_path import refuse_arguments, resolve_target, with_own
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
@@ -198,9 +198,13 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     for extension in config.extension:
         made = partial(resolve_target(extension.target, "extension.target"), None)
         refuse_arguments(made, extension.target, extension.args, key="extension.args")
-    for source in plan.sources:
-        if source.table.target is not None and not source.is_off:
-            resolve_target(source.table.target, f"source {source.name}: target")
+    named = [("source", each) for each in plan.sources if not each.is_off]
+    named += [("eval source", each) for each in plan.eval_sources if config.eval.every]
+    for kind, source in named:
+        key, target = f"{kind} {source.name}: target", source.table.target
+        if target is not None:
+            given = with_own({"rank": 0, "world_size": 1}, source.table.args, f"{kind} {source.name}: args")
+            refuse_arguments(resolve_target(target, key), target, {"seed": 0, "seq_len": 1, **given}, key=key)
     groups = parameter_groups(model, config.optimizer)
     if config.optimizer.target is not None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
