@@ -50,7 +50,8 @@ class Fingerprint:
         """Raises an error of any kind for what a damaged checkpoint may say."""
         marks = [mark for files in self.sources.values() for mark in files.values()]
         allowed = range(FEWEST_BLOCKS, MOST_BLOCKS + 1)
-        if {type(self.tokenizer), *map(type, marks)} != {str} or self.blocks not in allowed:
+        types = {type(self.blocks)}, {type(self.tokenizer), *map(type, marks)}
+        if types != ({int}, {str}) or self.blocks not in allowed:
             raise ValueError("not a fingerprint")
 
 

@@ -133,8 +133,8 @@ def build_optimizer(
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
     Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
-    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
-    a group has no parameter, or the optimizer is missing or cannot be made.
+    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError as
+    by `parameter_groups`, or if the optimizer is missing or a custom one cannot be made.
     """
     groups = parameter_groups(model, table, roles)
     if table.target is not None or table.name == "muon":
@@ -223,13 +223,17 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """A group for each role of parameters in each `[[optimizer.group]]`, and in the rest.
 
-    A group has its `role`, for optimizers of one's own; `roles`: see `build_optimizer`.
+    A group has its `role`, for optimizers of one's own; `roles`: see `build_optimizer`. A UserError
+    if a group matches no parameter, or a built-in optimizer cannot train one.
     """
     found: dict[tuple[int, Role], ParameterGroup] = {}
     roles = roles or parameter_roles(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        if parameter.is_complex() and table.target is None:
+            with users_code("optimizer.name", f"{table.name} cannot train {name}", "name an optimizer.target that can"):
+                raise TypeError("it is complex")
         # The first group that matches; -1: none.
         number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
         role = roles[name]

@@ -198,13 +198,14 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     for extension in config.extension:
         made = partial(resolve_target(extension.target, "extension.target"), None)
         refuse_arguments(made, extension.target, extension.args, key="extension.args")
-    named = [("source", each) for each in plan.sources if not each.is_off]
-    named += [("eval source", each) for each in plan.eval_sources if config.eval.every]
-    for kind, source in named:
-        key, target = f"{kind} {source.name}: target", source.table.target
-        if target is not None:
-            given = with_own({"rank": 0, "world_size": 1}, source.table.args, f"{kind} {source.name}: args")
-            refuse_arguments(resolve_target(target, key), target, {"seed": 0, "seq_len": 1, **given}, key=key)
+    named = {f"source {each.name}": each.table for each in plan.sources if not each.is_off}
+    named |= {f"eval source {each.name}": each.table for each in plan.eval_sources if config.eval.every}
+    for name, table in named.items():
+        if table.target is not None:
+            own = {"seed": 0, "seq_len": 1, **table.args}  # which may replace these
+            given = with_own({"rank": 0, "world_size": 1}, own, f"{name}: args")
+            made = resolve_target(table.target, f"{name}: target")
+            refuse_arguments(made, table.target, given, key=f"{name}: target")
     groups = parameter_groups(model, config.optimizer)
     if config.optimizer.target is not None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
