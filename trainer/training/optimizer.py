@@ -133,8 +133,8 @@ def build_optimizer(
     """The optimizer that `[optimizer]` names, for the parameters that are trained.
 
     Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
-    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError as
-    by `parameter_groups`, or if the optimizer is missing or a custom one cannot be made.
+    custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
+    a group has no parameter, one is complex, or a custom optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table, roles)
     if table.target is not None or table.name == "muon":
@@ -223,8 +223,7 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """A group for each role of parameters in each `[[optimizer.group]]`, and in the rest.
 
-    A group has its `role`, for optimizers of one's own; `roles`: see `build_optimizer`. A UserError
-    if a group matches no parameter, or a built-in optimizer cannot train one.
+    A group has its `role`, for optimizers of one's own; `roles`: see `build_optimizer`.
     """
     found: dict[tuple[int, Role], ParameterGroup] = {}
     roles = roles or parameter_roles(model)

@@ -175,8 +175,7 @@ def _in_words(source: Mapping[str, Any]) -> str:
 
 
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
-    """Refuse what a run would refuse at its start. Reads weights, and settings of a checkpoint,
-    but no data. Raises UserError: the first of them."""
+    """Raise UserError for what a run would refuse at its start; reads weights, but no data."""
     from trainer.import_path import refuse_arguments, resolve_target, with_own
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
@@ -202,8 +201,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     named |= {f"eval source {each.name}": each.table for each in plan.eval_sources if config.eval.every}
     for name, table in named.items():
         if table.target is not None:
-            own = {"seed": 0, "seq_len": 1, **table.args}  # which may replace these
-            given = with_own({"rank": 0, "world_size": 1}, own, f"{name}: args")
+            given = with_own({"rank": 0, "world_size": 1}, {"seed": 0, "seq_len": 1, **table.args}, f"{name}: args")
             made = resolve_target(table.target, f"{name}: target")
             refuse_arguments(made, table.target, given, key=f"{name}: target")
     groups = parameter_groups(model, config.optimizer)
