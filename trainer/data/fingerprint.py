@@ -49,8 +49,8 @@ class Fingerprint:
     def __post_init__(self) -> None:
         """Raises an error of any kind for what a damaged checkpoint may say."""
         marks = [mark for files in self.sources.values() for mark in files.values()]
-        allowed = range(FEWEST_BLOCKS, MOST_BLOCKS + 1)
-        if {type(self.tokenizer), *map(type, marks)} != {str} or self.blocks not in allowed:
+        types = {type(self.blocks)}, {type(self.tokenizer), *map(type, marks)}
+        if types != ({int}, {str}) or not FEWEST_BLOCKS <= self.blocks <= MOST_BLOCKS:
             raise ValueError("not a fingerprint")
 
 
@@ -118,16 +118,15 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
 
 def check_states(states: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> None:
     """Raise UserError unless a dataset like the `own` saved the states, in rank order."""
-    expected, num_states = own["fingerprint"], len(states)
-    name = str(expected["namespace"])
+    wanted, num_states = own["fingerprint"], len(states)
+    name = str(wanted["namespace"])
     ranks = [(state["rank"], state["world_size"]) for state in states if "fingerprint" in state]
     # One state alone may be that of any rank.
     if not ranks or (num_states > 1 and ranks != [(rank, num_states) for rank in range(num_states)]):
         problem = "these are not the states that all ranks of a dataset saved, in rank order"
         raise UserError(name, problem, "load those of one checkpoint")
     for saved in (state["fingerprint"] for state in states):
-        pairs = [(key, saved.get(key), value) for key, value in expected.items()]
-        found = [f"{key} was {before!r} and is {now!r}" for key, before, now in pairs if before != now]
+        found = [f"{key} was {saved.get(key)!r} and is {now!r}" for key, now in wanted.items() if saved.get(key) != now]
         if found:
             problem = f"the saved state does not fit: {', '.join(found)}"
             raise UserError(name, problem, "restore the old value, or start without this state")

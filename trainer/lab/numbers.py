@@ -200,7 +200,7 @@ def first_batch(model: nn.Module, config: RunConfig, vocab_size: int) -> MicroBa
         batch: dict[str, Any] = {"features": features, "targets": targets}
     else:
         evaluated = config.eval.source * bool(config.eval.every)
-        read = (*(each for each in config.data.source if each.weight != 0), *evaluated)
+        read = (*(each for each in config.data.source if not each.is_off), *evaluated)
         own = next((each for each in read if each.target), None)
         if own is None or (accepted is not None and accepted <= {"tokens", "resets"}):
             return None

@@ -472,7 +472,7 @@ class NoiseScaleAverage:
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
         if len(self._noise.pairs) < MIN_PAIRS:
-            return self._absent or f"{len(self._noise.pairs)} of at least {MIN_PAIRS} windows have been seen"
+            return self._absent or f"{len(self._noise.pairs)} of at least {MIN_PAIRS} windows had an estimate"
         fit = self._noise.fit()
         ratio = fit.ratio()
         if ratio.value is not None:

@@ -134,7 +134,7 @@ def build_optimizer(
 
     Vectors (norms, biases, decay rates of a recurrence) are not decayed. `parts` make Muon and
     custom optimizers. `roles`: of the parameters, where the model is sharded by now. A UserError if
-    a group has no parameter, or the optimizer is missing or cannot be made.
+    a group has no parameter, one is complex, or a custom optimizer is missing or cannot be made.
     """
     groups = parameter_groups(model, table, roles)
     if table.target is not None or table.name == "muon":
@@ -230,6 +230,9 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        if parameter.is_complex() and table.target is None:
+            with users_code("optimizer.name", f"{table.name} cannot train {name}", "name an optimizer.target that can"):
+                raise TypeError("it is complex")
         # The first group that matches; -1: none.
         number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
         role = roles[name]

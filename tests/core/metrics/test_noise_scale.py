@@ -129,7 +129,7 @@ def test_b_simple_waits_for_enough_windows() -> None:
     for _ in range(4):
         average.update(constant_window())
     assert "gns/b_simple" not in average.metrics()
-    assert average.reason == "4 of at least 5 windows have been seen"
+    assert average.reason == "4 of at least 5 windows had an estimate"
     average.update(constant_window())
     assert average.metrics()["gns/b_simple_low"] == pytest.approx(8.0)
     assert str(average.reason).startswith(

@@ -35,10 +35,12 @@ NAMES = ["adamw", "muon", "sgd"]
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
 
-def test_a_frozen_parameter_is_left_out():
+def test_a_frozen_parameter_is_left_out_and_a_complex_one_refused():
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     assert len(build_optimizer(model, OptimizerTable()).param_groups) == 1
+    with pytest.raises(UserError, match="adamw cannot train weight: TypeError: it is complex"):
+        build_optimizer(torch.nn.Linear(2, 2, dtype=torch.complex64), OptimizerTable())
 
 
 def set_gradients(model, seed=0):
@@ -234,9 +236,7 @@ def test_groups_have_settings_of_their_own():
         assert group["lr"] == (0.2 if name.startswith("embedding.") else 2.0)
         decay = 0.0 if name.startswith("embedding.") else 0.5 if "norm" in name else 0.3 if parameter.ndim >= 2 else 0.0
         assert group["weight_decay"] == decay, name
-    with pytest.raises(
-        UserError, match=r"optimizer.group: 'blokcs.*' is the first match of no .*; names are such as embedding"
-    ):
+    with pytest.raises(UserError, match=r"group: 'blokcs.*' is the first match of no .*; names are such as embedding"):
         parameter_groups(model, OptimizerTable(group=[{"match": "blokcs.*"}]))
 
 

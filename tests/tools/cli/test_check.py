@@ -88,7 +88,7 @@ def test_shares_epochs_and_alignment_of_the_sources(config, capsys):
         sets = (*weights, f'data.align="{align}"') if align else uneven
         full = checked(config, capsys, *sets, *[grown] * bool(single)).stdout
         assert not align or re.search(f"capacity_to_change_ranks = 32\n(#.*\n)+#   align = {align}: ", full)
-        named = re.findall(r"source (\w+): .*; ([\d.]+)% of what is read, an epoch takes ([\d,]+) steps$", full, re.M)
+        named = re.findall(r"source (\w+): .*; share ([\d.]+)% at first, .* takes ([\d,]+) steps$", full, re.M)
         assert [(name, share) for name, share, _ in named] == [("first", "25.0"), ("second", "75.0")]
         for name, share, steps in named:
             files = (config.parent / "corpus" / {"first": "a", "second": "b"}[name]).glob("*.jsonl")

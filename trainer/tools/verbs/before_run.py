@@ -161,23 +161,22 @@ def _lines_of(facts: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[
 
 
 def _in_words(source: Mapping[str, Any]) -> str:
-    text = "a data set of your own, or not read"
+    text = "a data set of your own" * bool(source.get("share", 1)) or "not read at first"
     if source["streams"]:
         text = f"{counted(source['streams'], 'stream')}, {source['bytes'] / 1e6:,.1f} MB"
         text += f", modalities {', '.join(source['modalities'])}"
     if "share" in source:
-        text += f"; {source['share']:.1%} of what is read"
+        text += f"; share {source['share']:.1%} at first"
     if "steps_per_epoch" in source:
-        text += f", an epoch takes {counted(source['steps_per_epoch'], 'step')}"
+        text += f", an epoch then takes {counted(source['steps_per_epoch'], 'step')}"
         if not source["documents"]:
             text += " at most" if source["positions"] else " without padding"
     return text
 
 
 def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
-    """Refuse what a run would refuse at its start. Reads weights, and settings of a checkpoint,
-    but no data. Raises UserError: the first of them."""
-    from trainer.import_path import refuse_arguments, resolve_target
+    """Raise UserError for what a run would refuse at its start; reads weights, but no data."""
+    from trainer.import_path import refuse_arguments, resolve_target, with_own
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
     from trainer.lab.optimizers import resolve_own
@@ -197,9 +196,13 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     for extension in config.extension:
         made = partial(resolve_target(extension.target, "extension.target"), None)
         refuse_arguments(made, extension.target, extension.args, key="extension.args")
-    for source in plan.sources:
-        if source.table.target is not None and not source.is_off:
-            resolve_target(source.table.target, f"source {source.name}: target")
+    named = {f"source {each.name}": each.table for each in plan.sources if not each.is_off}
+    named |= {f"eval source {each.name}": each.table for each in plan.eval_sources if config.eval.every}
+    for name, table in named.items():
+        if table.target is not None:
+            given = with_own({"rank": 0, "world_size": 1}, {"seed": 0, "seq_len": 1, **table.args}, f"{name}: args")
+            made = resolve_target(table.target, f"{name}: target")
+            refuse_arguments(made, table.target, given, key=f"{name}: target")
     groups = parameter_groups(model, config.optimizer)
     if config.optimizer.target is not None:
         resolve_own(config.optimizer.target, groups, config.optimizer)
