@@ -125,9 +125,11 @@ def test_what_has_no_rows_exits_with_2_and_a_failed_run_with_3(tmp_path: Path, d
     assert done.stderr.endswith(f": has no training rows to diagnose: the run is done; {missing}\n")
     found = json.loads(done.stdout)
     assert (found["verdict"], found["state"], found["notes"]) == (None, "done", [missing])
+    keys = ("beyond_cell/carry_gain", "64/loss", "64/loss_from_zero", "64/carry_gain")
+    row = {f"eval/depth/{key}{error}": 0.001 for key in keys for error in ("", "_se")}
+    assert "advice context_unused: " in diagnosed(write_record(tmp_path, {}, dict.fromkeys((1, 2, 3), row))).stdout
 
 
 def test_values_that_are_not_finite_stay_strict_json(tmp_path: Path, diagnosed: Diagnosed) -> None:
     write_record(tmp_path, {"loss": [2.0, 2.0, float("nan"), *[2.0] * 9]})
-    found = json.loads(diagnosed(tmp_path, "--json").stdout, parse_constant=pytest.fail)
-    assert '"nan"' in json.dumps(found)
+    assert '"nan"' in json.dumps(json.loads(diagnosed(tmp_path, "--json").stdout, parse_constant=pytest.fail))
