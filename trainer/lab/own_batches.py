@@ -257,7 +257,8 @@ class OwnTask:
     def __init__(self, plan: Plan, model: nn.Module, guard: BestEffort) -> None:
         table = plan.config.eval
         self._function = resolve_target(table.target or "", "eval.target")
-        self._given = with_own({"model": model, "tokenizer": plan.tokenizer}, table.args, "eval.args")
+        given = dict.fromkeys(("step", "device", "rank", "world_size"))  # by each call
+        self._given = with_own({**given, "model": model, "tokenizer": plan.tokenizer}, table.args, "eval.args")
         self.guard, self._is_off = guard, False  # off: the same on all ranks
 
     def __call__(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
@@ -282,7 +283,7 @@ class OwnTask:
         info = evaluator.info
         with torch.no_grad(), evaluator.autocast():
             where = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size}
-            found = self._function(step=step, **where, **self._given)
+            found = self._function(**{**self._given, **where, "step": step})
         if not info.is_main:
             return {}
         if not isinstance(found, Mapping):
