@@ -120,12 +120,10 @@ def make_auxiliary(table: ObjectiveTable, model: Any) -> AuxiliaryLosses:
     """The losses and metrics of a model's output, with the weights of `[objective.losses]`. Raises
     UserError: a loss that is named does not exist, or a name is taken."""
     declared, weights = declared_losses(model), table.losses
-    taken = sorted(declared.keys() & {*COMPONENTS, *table.components})
-    if taken:
+    if taken := sorted(declared.keys() & {*COMPONENTS, *table.components}):
         problem = f"loss_keys name {taken[0]}, which is a loss of the trainer"
         raise UserError("model.target", problem, "choose another name")
-    unknown = sorted(weights.keys() - declared.keys())
-    if unknown:
+    if unknown := sorted(weights.keys() - declared.keys()):
         problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
         fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics)"
         raise UserError(f"objective.losses.{unknown[0]}", problem, fix)

@@ -159,8 +159,7 @@ class OwnBatches:
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Groups that continue here at another cell than the one behind their last."""
-        values = map(_on_host, map(batch.get, (*CARRY_KEYS, *ENDS)))
-        ids, cells, is_last, end_ids, end_cells = values
+        ids, cells, is_last, end_ids, end_cells = map(_on_host, map(batch.get, (*CARRY_KEYS, *ENDS)))
         if self._due is None or ids is None or cells is None or is_last is None:
             return
         for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
