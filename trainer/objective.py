@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -267,17 +267,20 @@ class Auxiliary:
         losses, metrics = getattr(output, "losses", None), getattr(output, "metrics", None)
         # What nobody trains on must not look as if somebody did.
         if losses:
-            refuse_output(undeclared(sorted(losses)))
+            refuse_output(undeclared(losses))
         self._leave_out_others(metrics or {})
         return result
 
-    def _leave_out_others(self, metrics: Mapping[str, Any]) -> None:
+    def _leave_out_others(self, metrics: Any) -> None:
+        if not isinstance(metrics, Mapping):
+            refuse_output(f"metrics as a {type(metrics).__name__}, no mapping of names to numbers")
         for name in metrics.keys() - set(self.metric_keys):
             self._guard.leave_out(name, "the model's metric_keys do not list it")
 
 
-def undeclared(names: Sequence[str]) -> str:
-    """The mistake of an output with these further losses, after "it returns"."""
+def undeclared(losses: Iterable[object]) -> str:
+    """The mistake of an output with further losses of these names, after "it returns"."""
+    names = sorted(map(str, losses))
     return f'the loss {few(names)}, which is not in its loss_keys: {{"{names[0]}": "tokens"}}, or "rows"'
 
 

@@ -110,8 +110,7 @@ class ModelTable(Table):
     def check(self) -> None:
         """Refuse two models."""
         if self.family is not None and self.target is not None:
-            models = f'family "{self.family}" and target "{self.target}"'
-            raise ValueError(f"{models} are two models: remove one")
+            raise ValueError(f'family "{self.family}" and target "{self.target}" are two models: remove one')
 
 
 class LedgerTable(Table, LedgerOptions):

@@ -40,8 +40,8 @@ class AuxiliaryLoss:
 def declared_losses(model: Any) -> dict[str, By]:
     """The losses that a model declares: `loss_keys`, a mapping of names to "tokens" or "rows"."""
     keys = getattr(model, "loss_keys", {})
-    is_mapping = isinstance(keys, Mapping)
-    if not is_mapping or not all(str(name).isidentifier() and by in ("tokens", "rows") for name, by in keys.items()):
+    is_fit = isinstance(keys, Mapping) and all(isinstance(name, str) and name.isidentifier() for name in keys)
+    if not is_fit or not all(by in ("tokens", "rows") for by in keys.values()):
         fix = 'make it a dict of plain names, such as {"balance": "tokens"}; the other value is "rows"'
         raise UserError("model.target", f"{type(model).__name__}.loss_keys is {keys!r}", fix)
     return dict(keys)
@@ -52,10 +52,9 @@ def loss_problem(losses: Any, declared: Mapping[str, By], shape: Sequence[int], 
     targets; `needs_all`: as in training; an evaluation does without those that are left out."""
     if not isinstance(losses, Mapping):
         return f"losses as a {type(losses).__name__}, no mapping of names to losses"
-    unknown, missing = sorted(losses.keys() - declared.keys()), sorted(declared.keys() - losses.keys())
-    if unknown:
+    if unknown := losses.keys() - declared.keys():
         return undeclared(unknown)
-    if missing and needs_all:
+    if (missing := sorted(declared.keys() - losses.keys())) and needs_all:
         return f"no loss {few(missing)} in train(), which its loss_keys name"
     problems = (shape_problem(name, value, declared[name], shape) for name, value in losses.items())
     return next(filter(None, problems), "")
@@ -104,7 +103,9 @@ class AuxiliaryLosses(Auxiliary):
             if each.by == "rows":
                 applies = weights.any(dim=1)
             value = found[name].to(torch.promote_types(found[name].dtype, torch.float32)).expand(applies.shape)
-            term = each.weight * (value.masked_fill(applies == 0, 0.0) * applies).sum()
+            # With the weight 0 its value does not count, not even infinity.
+            is_left_out = (applies == 0) | (each.weight == 0)
+            term = each.weight * (value.masked_fill(is_left_out, 0.0) * applies).sum()
             if each.by == "tokens":
                 total = total + term
             elif trains:
@@ -119,12 +120,10 @@ def make_auxiliary(table: ObjectiveTable, model: Any) -> AuxiliaryLosses:
     """The losses and metrics of a model's output, with the weights of `[objective.losses]`. Raises
     UserError: a loss that is named does not exist, or a name is taken."""
     declared, weights = declared_losses(model), table.losses
-    taken = sorted(declared.keys() & {*COMPONENTS, *table.components})
-    if taken:
+    if taken := sorted(declared.keys() & {*COMPONENTS, *table.components}):
         problem = f"loss_keys name {taken[0]}, which is a loss of the trainer"
         raise UserError("model.target", problem, "choose another name")
-    unknown = sorted(weights.keys() - declared.keys())
-    if unknown:
+    if unknown := sorted(weights.keys() - declared.keys()):
         problem = f"the model has no such loss; its loss_keys are {few(sorted(declared)) or 'empty'}"
         fix = "name one of them, or set loss_keys on the model (docs/models.md#losses-and-metrics)"
         raise UserError(f"objective.losses.{unknown[0]}", problem, fix)

@@ -146,6 +146,5 @@ def _encoded(tokenizer: Tokenizer, text: str) -> tuple[Ints, Ints]:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         ids = tokenizer.encode(text)
         return ids, np.cumsum((ids & 0xC0) != 0x80) - 1  # bytes of UTF-8
-    text.encode("utf-8")  # names an unpaired surrogate, which the package does not report
-    found = tokenizer.words.encode(text, add_special_tokens=False)
+    found = tokenizer.encoding(text)
     return np.asarray(found.ids, np.int64), np.asarray(found.offsets, np.int64).reshape(-1, 2)[:, 0]

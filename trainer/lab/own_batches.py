@@ -159,8 +159,7 @@ class OwnBatches:
 
     def _strays(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Groups that continue here at another cell than the one behind their last."""
-        values = map(_on_host, map(batch.get, (*CARRY_KEYS, *ENDS)))
-        ids, cells, is_last, end_ids, end_cells = values
+        ids, cells, is_last, end_ids, end_cells = map(_on_host, map(batch.get, (*CARRY_KEYS, *ENDS)))
         if self._due is None or ids is None or cells is None or is_last is None:
             return
         for group, cell in zip(ids.tolist(), cells.tolist(), strict=True):
@@ -257,7 +256,8 @@ class OwnTask:
     def __init__(self, plan: Plan, model: nn.Module, guard: BestEffort) -> None:
         table = plan.config.eval
         self._function = resolve_target(table.target or "", "eval.target")
-        self._given = with_own({"model": model, "tokenizer": plan.tokenizer}, table.args, "eval.args")
+        given = dict.fromkeys(("step", "device", "rank", "world_size"))  # by each call
+        self._given = with_own({**given, "model": model, "tokenizer": plan.tokenizer}, table.args, "eval.args")
         self.guard, self._is_off = guard, False  # off: the same on all ranks
 
     def __call__(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:
@@ -282,7 +282,7 @@ class OwnTask:
         info = evaluator.info
         with torch.no_grad(), evaluator.autocast():
             where = {"device": evaluator.device, "rank": info.rank, "world_size": info.world_size}
-            found = self._function(step=step, **where, **self._given)
+            found = self._function(**{**self._given, **where, "step": step})
         if not info.is_main:
             return {}
         values = checked(found, self.guard.leave_out, as_number)

@@ -6,6 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainer.arrays import Ints
 from trainer.data import tokenizer
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
+from trainer.import_path import users_code
 
 # Text with every byte that UTF-8 may have but NUL, in the form that nearly all text has; and with
 # space where a tokenizer may drop or join it.
@@ -81,13 +83,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ints:
         """The ids, without the special tokens of the post-processor."""
+        return np.asarray(self.encoding(text).ids, dtype=np.int64)
+
+    def encoding(self, text: str) -> Any:
+        """What the package makes of a text. UserError: there is an unknown word, and no token for it."""
         # A document already begins with `bos_id`: another mark would be one more target in each.
         try:
-            ids = self.words.encode(text, add_special_tokens=False).ids
-        except TypeError:
+            return self.words.encode(text, add_special_tokens=False)
+        except Exception:  # one type for all
             text.encode("utf-8")  # names the unpaired surrogate, which the package does not report
-            raise
-        return np.asarray(ids, dtype=np.int64)
+            with users_code("data.tokenizer", f"{self.name} cannot encode a text", "name another"):
+                raise
 
     def encode_together(self, texts: Sequence[str]) -> list[Ints]:
         """`encode` of each text, on all cores unless TOKENIZERS_PARALLELISM=false is set."""
@@ -113,10 +119,11 @@ class HuggingFaceTokenizer(Tokenizer):
         takes_space = any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"])
         for added in spec["added_tokens"]:
             sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode("utf-8"))
-        if takes_space or int(sizes[self.encode(PROBE)].sum()) != len(PROBE.encode("utf-8")):
-            problem = "its tokens do not add up to the bytes of a text: it is not byte-level, or changes the text"
-            return None, f"{self.name}: {problem}"
-        return sizes, ""
+        with suppress(UserError):  # it has no token for an unknown word
+            if not takes_space and int(sizes[self.encode(PROBE)].sum()) == len(PROBE.encode("utf-8")):
+                return sizes, ""
+        problem = "its tokens do not add up to the bytes of a text: it is not byte-level, or changes the text"
+        return None, f"{self.name}: {problem}"
 
 
 def load_tokenizer(name: str, *, vocab_size: int = 0, parse_special: bool = False, eod: int | None = None) -> Tokenizer:

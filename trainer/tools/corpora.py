@@ -90,8 +90,7 @@ def _checked(source: str, place: Path | str, max_bytes: int, forbidden: Sequence
         content = _content(place)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    why = why_not_text(content)
-    if why:
+    if why := why_not_text(content):
         return why
     text = content.decode("utf-8-sig")
     if not text.strip():
@@ -212,8 +211,7 @@ def _written(out: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(str(out), "is not empty and holds no corpus", "name a new directory for the corpus") from None
     files = [path.relative_to(out) for path in sorted(out.rglob("*")) if not path.is_dir()]
-    others = {path.as_posix() for path in files} - own
-    if others:
+    if others := {path.as_posix() for path in files} - own:
         problem = f"holds {few(sorted(others))}, no part of the corpus"
         raise UserError(str(out), problem, "move it away, or name another directory")
     return manifest

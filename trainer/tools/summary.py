@@ -135,8 +135,7 @@ def begun(view: RunView) -> None:
         held = str(layout_of(model.parameters()) or "each rank holds the whole model")
         text += f"; {plan.config.distributed.strategy}: {held}"
     logger.info("%s: %s", plan.config.run.name, text)
-    align = alignment(plan, model)
-    if align:
+    if align := alignment(plan, model):
         logger.info("full rows, align = %s", align)
     reason = why_no_noise_scale(plan.config, facts.world_size)
     if plan.config.gns.enabled and reason is not None:

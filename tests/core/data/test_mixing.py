@@ -107,7 +107,6 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
     assert [epoch for epoch, _ in smaller.state_dict()["points"]] == [0]
     seen = dict.fromkeys(meta(next(smaller))["stream"] for _ in range(60))
     assert list(seen)[: len(active)] == active
-    assert smaller.state_dict()["epoch"] > 0
     assert smaller.state_dict()["points"] == []  # reshard points go with their epoch
 
 

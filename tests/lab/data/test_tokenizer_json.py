@@ -95,6 +95,8 @@ def test_texts_together_are_encoded_as_each_alone(tmp_path):
         load_documents(tmp_path / "a.txt", ReadOptions(tokenizer))
     with pytest.raises(UnicodeEncodeError):
         encode_all(tokenizer, ["a", "\ud800"])
+    with pytest.raises(UserError, match=r"data.tokenizer: tokenizer.json cannot encode a text: .*Missing \[UNK\]"):
+        encode_all(make(tmp_path / "tokenizer.json", {"a": 0}), ["a", "b"])
 
 
 # How many bytes of text a token stands for.
@@ -190,6 +192,7 @@ def test_what_spells_a_special_token_or_the_end_is_text_unless_the_config_parses
 
 SPACED = {**added(400, "<tool>", special=False), "rstrip": True}
 INEXACT = {
+    "no_unknown": lambda path: make(path, {"a": 0}),
     "prefix_space": lambda path: trained(path, byte_level(add_prefix_space=True)),
     "removed": lambda path: trained(path, split("removed")),
     "decomposed": lambda path: trained(path, byte_level(), tokenizers.normalizers.NFD()),
@@ -207,9 +210,7 @@ def test_where_the_bytes_of_a_text_do_not_add_up_nothing_is_claimed(tmp_path, ca
 
 
 def test_bytes_are_one_each_and_ids_without_a_tokenizer_have_none():
-    sizes, _ = token_bytes(BytesTokenizer())
-    assert sizes is not None
-    assert sizes.tolist() == [1] * 256 + [0]
+    assert token_bytes(BytesTokenizer())[0].tolist() == [1] * 256 + [0]
     assert token_bytes(IdsTokenizer(10)) == (None, "ids without a tokenizer stand for no text")
 
 

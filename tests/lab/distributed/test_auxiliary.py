@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 CONFIG = RunConfig.model_validate({"train": {"steps": 1}, "data": {"source": [{"name": "a", "root": "a"}]}})
 VOCABULARY, LENGTH, EXPERTS = 11, 12, 3
 LENGTHS = (12, 1, 7, 3, 12, 0, 5, 9)  # of the rows: uneven, and one has nothing to predict
-WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "peak": 0.4}
+WEIGHTS = {"balance": 0.5, "spread": 0.3, "router": 0.1, "peak": 0.4, "never": 0.0}
 BY_ROWS = ("spread", "peak")
 CE_WEIGHTS = {"token_ce": 1.0, "half": 0.5, "off": 0.0}
 Numbers = tuple[StepOutcome, dict[str, Tensor], dict[str, float]]
@@ -54,6 +54,7 @@ class Experts(nn.Module):
             "spread": p.mean(1).square().sum(-1) * self.poison,  # [B]
             "router": self.router.weight.square().mean(),  # []
             "peak": logits.amax((1, 2)).square(),  # [B]
+            "never": self.router.weight.sum() + torch.inf,  # []
         }
         return ModelOutput(logits, None, losses, {"moe/max_share": shares.max()})
 

@@ -98,7 +98,7 @@ class Diagnosis:
     def verdict(self) -> DiagnosisVerdict | None:
         """`healthy` takes half of the rules or more (`LEAST_JUDGED`), else `no_findings`.
 
-        None for a run without training rows in which no rule found anything.
+        None for a run without training rows in which no error and no warning was found.
         """
         if self.findings:
             return "findings"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from trainer.lab.contracts import Report
 
 EXIT_BREACH = 3
+# Controls of terminals and of the direction of text; half characters.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 ModelArgument = Annotated[str, Argument(help="A run directory, or an exported model.", metavar="RUN_DIR")]
 
 
@@ -78,7 +81,7 @@ def sample(
 def _write(text: str) -> None:
     if sys.stdout.isatty():
         # A model may write anything; an escape sequence must not reach the terminal as one.
-        text = "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+        text = _CONTROLS.sub("\ufffd", text)
     sys.stdout.write(text)
     sys.stdout.flush()
 

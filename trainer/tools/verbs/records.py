@@ -154,7 +154,7 @@ def diagnose(run_dir: shared.RunArgument, as_json: shared.JsonOption = False) ->
     diagnosis = _diagnosed(run_dir)
     if as_json:
         print_json(diagnosis.to_json())
-    elif diagnosis.verdict is not None:
+    elif diagnosis.verdict is not None or diagnosis.advice:
         _print_diagnosis(diagnosis)
     if diagnosis.verdict is None:
         state, problem = diagnosis.run.status.get("state", "running"), "has no training rows to diagnose"
