@@ -244,7 +244,10 @@ class Loader:
         targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.
         if not isinstance(targets, Tensor) or targets.device.type == "cpu":
-            is_target = is_known(torch.as_tensor(targets))
+            values = torch.as_tensor(targets)
+            is_target = values != IGNORED
+            if values.is_floating_point():
+                is_target = is_known(values)
             num_tokens = int(is_target.sum())
             if trained is not None:  # the others fill rows, too
                 metrics, num_tokens = {**metrics, TRAINED: trained}, trained[1]

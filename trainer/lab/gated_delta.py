@@ -12,8 +12,7 @@ corrections solve a triangular system,
 
 whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3).
 The products d are exponentials of differences of cumulated logarithms, at most 1 each: nothing
-overflows, and an underflow is a correct zero. A logarithm below `FORGET` counts as `FORGET`: the
-rounding of large sums would be that of all decays behind.
+overflows, and an underflow is a correct zero. A log below `FORGET` counts as that: small sums round little.
 
 On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be
 captured. They have no resets: at a document's first position the log decay is `FORGET` instead, so
