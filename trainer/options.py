@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from operator import attrgetter, itemgetter
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, dataclass_transform, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from trainer.errors import UserError
 
@@ -158,7 +158,7 @@ class ObjectiveOptions(Options):
     """Factor of the cross-entropy; 0: off, for a model with its own loss."""
     z_loss: Factor = 0.0
     """Coefficient of the z-loss, the squared log-partition; 0: off."""
-    coord: CoordOptions | None = None
+    coord: InstanceOf[CoordOptions] | None = None
 
 
 @part_options

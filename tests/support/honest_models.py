@@ -19,10 +19,10 @@ VOCAB, DIM = 37, 16
 class Language(nn.Module):
     """Embedding, `mix` and head; a subclass mixes over time and carries the state."""
 
-    def __init__(self, state_width: int, vocab_size: int = VOCAB, dim: int = DIM) -> None:
+    def __init__(self, state_width: int, vocab_size: int = VOCAB, dim: int = DIM, sparse: bool = False) -> None:
         super().__init__()
         self.state_width = state_width
-        self.embedding = nn.Embedding(vocab_size, dim)
+        self.embedding = nn.Embedding(vocab_size, dim, sparse=sparse)
         self.head = nn.Linear(dim, vocab_size)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
@@ -334,10 +334,10 @@ class EmptyLeaf(NestedLstm):
 
 
 class LastTokens(Language):
-    """A state of whole numbers, the last tokens: no gradient goes through it, and none is lost."""
+    """A state of whole numbers, the last tokens: no gradient goes through it, and none is lost; a sparse embedding."""
 
     def __init__(self) -> None:
-        super().__init__(3)
+        super().__init__(3, sparse=True)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> ModelOutput:
         start = tokens.new_zeros(len(tokens), 3) if state is None else state.long()

@@ -220,8 +220,8 @@ class Collator:
         # All segments are copied together: for each by itself, that would cost more than all else.
         targets = np.concatenate(found.tokens, dtype=np.int64, casting="unsafe")
         # Nobody may have checked the token before a group that begins behind a cut.
-        # As unsigned, a negative id is a large one.
-        inputs = np.array(found.inputs, np.int64)
+        # As unsigned, a negative id is a large one; one of 64 bits without a sign becomes negative.
+        inputs = np.array(found.inputs).astype(np.int64)
         before = inputs[inputs != self._bos].view(np.uint64).max(initial=0)
         if max(before, targets.view(np.uint64).max()) >= self._num_ids:
             self._refuse_ids(found)

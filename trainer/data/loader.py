@@ -244,13 +244,14 @@ class Loader:
         targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.
         if not isinstance(targets, Tensor) or targets.device.type == "cpu":
-            is_target = np.asarray(targets) != IGNORED
-            if np.asarray(targets).dtype.kind == "f":
-                is_target = is_known(np.asarray(targets))
-            num_tokens = np.count_nonzero(is_target)
+            values = torch.as_tensor(targets)
+            is_target = values != IGNORED
+            if values.is_floating_point():
+                is_target = is_known(values)
+            num_tokens = int(is_target.sum())
             if trained is not None:  # the others fill rows, too
                 metrics, num_tokens = {**metrics, TRAINED: trained}, trained[1]
-            fill = num_tokens, self._full_tokens or is_target.size
+            fill = num_tokens, self._full_tokens or is_target.numel()
             metrics = {**metrics, MASKED_SHARE: float(num_tokens == 0), FILL: fill}
         move_together(batch, TENSOR_KEYS, self._device)
         return replace(take_apart(batch, self._accepted), state=state, metrics=metrics)
@@ -279,9 +280,8 @@ class Reading:
         self._states, self._info, self._device, self._is_resumed = states, info, device, is_resumed
 
     def window(self, num_micros: int) -> list[MicroBatch] | None:
-        """`num_micros` micro-batches of each shard, in turn. The first call communicates.
-
-        If no rank has anything to read, None in a resumed run, a UserError in a new one.
+        """`num_micros` micro-batches of each shard, in turn. The first call communicates:
+        if no rank has anything to read, it gives None in a resumed run, a UserError in a new one.
         """
         if not self.last and not self._begin():
             return None

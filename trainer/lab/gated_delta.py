@@ -12,7 +12,7 @@ corrections solve a triangular system,
 
 whose inverse is computed for all chunks at once; only M_0 goes from chunk to chunk (section 3.3).
 The products d are exponentials of differences of cumulated logarithms, at most 1 each: nothing
-overflows, and an underflow is a correct zero.
+overflows, and an underflow is a correct zero. A log below `FORGET` counts as that: small sums round little.
 
 On CUDA the kernels of flash-linear-attention run it, as operators that compile and can be
 captured. They have no resets: at a document's first position the log decay is `FORGET` instead, so
@@ -65,7 +65,7 @@ def gated_delta_rule(
     """Run the rule over a row from `state`; cutting the row anywhere and carrying the state
     changes only rounding.
 
-    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, finite and at most 0, and b,
+    q and k are [B, H, T, K], keys of norm at most 1; v is [B, H, T, V]; log a, at most 0, and b,
     in [0, 1], are [B, H, T]; M before the first position is [B, H, K, V], zero where `resets`
     (bool [B, T]) is True. Returns o [B, H, T, V] and M after the last position, in the type of
     `state`.
@@ -82,7 +82,8 @@ def gated_delta_rule(
             part = F.pad(part, (0, 0, 0, padding))
         return torch.unflatten(part.to(state.dtype), 2, (-1, chunk)).flatten(0, 1).contiguous()
 
-    q, k, v, log_a, b = map(in_chunks, (queries, keys, values, log_decay[..., None], rate[..., None]))
+    log_decay = log_decay.clamp(FORGET)[..., None]
+    q, k, v, log_a, b = map(in_chunks, (queries, keys, values, log_decay, rate[..., None]))
     document = torch.unflatten(F.pad(resets, (0, padding)), 1, (-1, chunk)).cumsum(-1).repeat_interleave(heads, dim=0)
     outputs, after = _over_chunks(q, k, v, log_a[..., 0].cumsum(-1), b, state.flatten(0, 1), document)
     return outputs.view(batch, heads, -1, v.shape[-1])[:, :, :length], after.view_as(state)
@@ -124,7 +125,7 @@ def _coefficients(k: Tensor, since_start: Tensor, b: Tensor, document: Tensor) -
 
 
 FORGET: Final = -32.0
-"""Log decay at a reset: what is left of a state, 1e-14, is below the rounding of what follows."""
+"""Log decay at a reset, and the least one: what is left of a state, 1e-14, is below the rounding of what follows."""
 WIDEST: Final = 256  # head that the kernels take
 KERNEL_TYPES: Final = (torch.bfloat16, torch.float16)
 HOPPER, HOPPER_TRITON = 9, (3, 7, 1)
@@ -225,7 +226,7 @@ def kernel_rule(
     if resets is not None:
         log_decay = log_decay.masked_fill(resets[:, None], FORGET)
     wide = (each.transpose(1, 2).to(dtype).contiguous() for each in (queries, keys, values))
-    narrow = (each.transpose(1, 2).float().contiguous() for each in (log_decay, rate))
+    narrow = (each.transpose(1, 2).float().contiguous() for each in (log_decay.clamp(FORGET), rate))
     output, end, _, _ = _forward(*wide, *narrow, state.float().contiguous())
     return output.transpose(1, 2).to(state.dtype), end
 

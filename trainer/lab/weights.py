@@ -27,9 +27,9 @@ SHARED_KEY = "shared"
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors on the CPU (shared ones under every name) and metadata of a file or an export."""
     file = Path(path)
-    if file.is_dir():
-        file = file / WEIGHTS_FILE
     try:
+        if file.is_dir():
+            file = file / WEIGHTS_FILE
         # By its descriptor: safetensors opens no path that is not UTF-8.
         with (
             open_plain(file) as plain,
@@ -87,7 +87,7 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor], *, key: str, path
             if tensor.is_floating_point() != own[name].is_floating_point():
                 problems.append(f"{name} is of {tensor.dtype}, the model's of {own[name].dtype}")
         for name, first in tied_names(model).items():
-            if not torch.equal(tensors[first], tensors[name]):
+            if tensors[first] is not tensors[name] and not torch.equal(tensors[first], tensors[name]):
                 problems.append(f"{name} differs from {first}, which the model ties to it")
     if problems:
         fix = "use the [model], the data.tokenizer and the release that trained the weights"

@@ -138,15 +138,14 @@ class Ledger:
             raise ValueError(f"group_ids, cell_index and is_last must have the same shape, got {shapes}")
         states = states.detach().to(self._slab.device, self._slab.dtype)
         if end_ids is not None:
-            # Groups that ended in their row come first: they free slots, and have no state.
-            ended = np.flatnonzero(is_last | (group_ids != np.asarray(end_ids)))
-            end_ids = _as_group_ids(end_ids)
-            end_cell_index = np.ascontiguousarray(end_cell_index, np.int64)
+            end_ids, end_cell_index = _as_group_ids(end_ids), np.asarray(end_cell_index)
             if not end_ids.shape == end_cell_index.shape == group_ids.shape:
                 raise ValueError(f"end_ids and end_cell_index must have the shape {list(group_ids.shape)}")
+            # Groups that ended in their row come first: they free slots, and have no state.
+            ended = np.flatnonzero(is_last | (group_ids != end_ids))
             is_last = np.concatenate([np.ones(ended.size, np.bool_), end_ids < 0])
             group_ids = np.concatenate([group_ids[ended], end_ids])
-            cell_index = np.concatenate([cell_index[ended], end_cell_index])
+            cell_index = np.concatenate([cell_index[ended], end_cell_index], dtype=np.int64)
             if ended.size:
                 states = torch.cat([states[: ended.size], states])
         is_kept = ~is_last & (group_ids >= 0)

@@ -91,9 +91,10 @@ def check_sizes(
 
     `heads`: numbers of heads, each of which must divide the one before it, the first one `dim`.
     """
+    sizes, problems = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}, {}
+    if type(mlp_ratio) not in (int, float) or not 0 < mlp_ratio <= 1000:
+        problems["args.mlp_ratio"], mlp_ratio = f"is {mlp_ratio!r}, no number above 0 and up to 1000", 1
     hidden = round(mlp_ratio * dim)
-    sizes = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers}
-    problems = {}
     for name, size in {**sizes, "args.mlp_ratio": hidden}.items():
         if size < 1:
             problems[name] = f"gives a size of {size}; it must be >= 1"

@@ -92,11 +92,11 @@ def resolve_mode(environ: Mapping[str, str] = os.environ) -> tuple[WandbMode, st
             return "disabled", f"WANDB_MODE={mode} is none of online, offline, disabled"
     if environ.get("WANDB_API_KEY"):
         return "online", "there is a login"
-    server = urlsplit(environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
-    # As `wandb login` leaves it; a process may have no home.
-    with suppress(OSError, RuntimeError, netrc.NetrcParseError, UnicodeDecodeError):
-        logins = netrc.netrc(Path(environ.get("NETRC") or Path.home() / ".netrc"))
-        if logins.authenticators(server) is not None:
+    server = environ.get("WANDB_BASE_URL") or SERVER
+    # As `wandb login` leaves it, with the port; a process may have no home, and a URL be none.
+    with suppress(OSError, RuntimeError, netrc.NetrcParseError, ValueError):
+        logins = netrc.netrc(Path(environ.get("NETRC") or "~/.netrc").expanduser())
+        if logins.authenticators(urlsplit(server).netloc) is not None:
             return "online", "there is a login"
     return "offline", f"there is no login for {server} (wandb login, WANDB_API_KEY; WANDB_BASE_URL)"
 

@@ -118,7 +118,7 @@ def test_autocast_keeps_the_state_and_the_scan_in_float32() -> None:
     [
         ({"dim": 0}, r"model\.dim: gives a size of 0; it must be >= 1"),
         ({"num_layers": -1}, r"model\.num_layers: gives a size of -1"),
-        ({"mlp_ratio": 0.0}, r"model\.args\.mlp_ratio: gives a size of 0"),
+        ({"mlp_ratio": "2"}, r"model\.args\.mlp_ratio: is '2', no number"),
         ({"tie_embeddings": "no"}, r"model\.args\.tie_embeddings: is 'no', neither"),
         ({"heads": 3}, r"model\.args\.heads: is 3, no whole number that divides 4"),
         ({"heads": 4}, r"model\.args\.heads: is 4, which gives each an odd width of 1"),

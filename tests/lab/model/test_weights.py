@@ -67,6 +67,6 @@ def test_damaged_and_absent_files_are_refused(tmp_path):
     path = tmp_path / "w.safetensors"
     save_weights(make(0).state_dict(), {}, path, {})
     path.write_bytes(path.read_bytes()[:-100])
-    for each in (path, tmp_path / "nowhere"):
+    for each in (path, tmp_path / "nowhere", tmp_path / ("n" * 300)):
         with pytest.raises(UserError, match="is not a readable safetensors file"):
             read_weights(each)

@@ -106,7 +106,7 @@ def test_wandb_that_cannot_begin_online_costs_one_warning_and_writes_offline(
     assert [row["global_step"] for row in read_history(path)] == [1, 2]
 
 
-NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example login user password KEY\n"
+NETRC = "machine api.wandb.ai login user password KEY\nmachine own.example:8080 login user password KEY\n"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,10 @@ def soak(trial: Trial, working: Subject, size: Size) -> tuple[dict[str, Verdict]
     for check in ("carry", "causality", "isolation", "resets"):
         found[check] = Verdict(check, "held", "see soak", largest)
     found["soak"] = Verdict("soak", "held", text, largest)
-    gradient = soaked.judge_gradient()
+    try:
+        gradient = soaked.judge_gradient()
+    except NotTestable as error:
+        gradient = untestable("gradient", error)
     found[gradient.check] = gradient
     found["autocast"] = untestable("autocast", "training runs in bf16: see soak")
     if low.precision not in (own.precision, exact.precision):
@@ -312,7 +315,7 @@ class _Soak:
 
     def judge_gradient(self) -> Verdict:
         """The gradient through all cuts; where it is wrong, also that of cells that begin anew,
-        which training needs: if it is wrong too, the soak is broken."""
+        which training needs: if it is wrong too, the soak is broken. Raises NotTestable."""
         way = replace(self.exact, backward=True)
         logits, state, _ = way(self.trial.tokens(1, self.trial.cell), way.zeros(1))
         if not logits.requires_grad:
@@ -321,8 +324,6 @@ class _Soak:
             found = self._compare_gradients(way, is_anew=False)
             if found.status != "broken":
                 return found
-        except NotTestable as error:
-            return untestable("gradient", error)
         except CallFailed as error:
             text = f"backward through the incoming state fails, {HARMLESS} ({error})"
             found = Verdict("gradient", "warning", text)
@@ -352,7 +353,10 @@ class _Soak:
                 terms.append((logits[..., : rounding.horizon, :] * own).sum())
             loss = torch.stack(terms).sum()
             try:
-                return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+                found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+                return [each.to_dense() for each in found]  # an embedding's may be sparse
+            except torch.OutOfMemoryError as error:
+                raise NotTestable("the device has too little memory") from error
             except Exception as error:  # autograd functions of the user's own may raise anything
                 raise CallFailed(f"backward: {one_line(error)}") from error
 

@@ -97,7 +97,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
     diagnosis = _diagnosed(path, is_one_of_many=True)
     run = diagnosis.run
     step, steps, verdict = run.status.get("last_step"), run.setting("train.steps"), next(iter(run.notes), None)
-    if not isinstance(steps, int) or run.setting("train.tokens"):  # edited by hand, or of full batches alone
+    if type(steps) is not int or run.setting("train.tokens"):  # edited by hand, or of full batches alone
         steps = None
     # A run that has logged nothing yet has written its state.
     files = [file for file in (path / "metrics.jsonl", path / "status.json") if file.is_file()]
