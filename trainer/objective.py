@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -266,9 +266,10 @@ class Auxiliary:
         UserError: the output has other losses than the model declares."""
         losses, metrics = getattr(output, "losses", None), getattr(output, "metrics", None)
         # What nobody trains on must not look as if somebody did.
-        if losses:
+        if losses is not None and losses != {}:
             refuse_output(undeclared(losses))
-        self._leave_out_others(metrics or {})
+        if metrics is not None:
+            self._leave_out_others(metrics)
         return result
 
     def _leave_out_others(self, metrics: Any) -> None:
@@ -278,8 +279,10 @@ class Auxiliary:
             self._guard.leave_out(name, "the model's metric_keys do not list it")
 
 
-def undeclared(losses: Iterable[object]) -> str:
+def undeclared(losses: Any) -> str:
     """The mistake of an output with further losses of these names, after "it returns"."""
+    if not isinstance(losses, Mapping | Set):
+        return f"losses as a {type(losses).__name__}, no mapping of names to losses"
     names = sorted(map(str, losses))
     return f'the loss {few(names)}, which is not in its loss_keys: {{"{names[0]}": "tokens"}}, or "rows"'
 

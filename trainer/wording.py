@@ -66,3 +66,11 @@ def counted(number: float, noun: str) -> str:
     if shown == "1":
         return f"1 {noun}"
     return f"{shown} {noun}es" if noun.endswith(("s", "ch")) else f"{shown} {noun}s"
+
+
+def decimals_text(value: float) -> str:
+    """With 4 decimals, or as 2.6e-05 where these would all be 0."""
+    text = f"{value:.4f}"
+    if value and not float(text):
+        text = f"{value:.1e}"
+    return text

@@ -38,7 +38,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The validated config at `path`, changed by `overrides` (`table.key=value`, the later wins),
     with the sources of included files in the place of those that include them.
 
-    Raises UserError, UserErrors: one or all mistakes, each with its file and line or its override.
+    Raises UserError, UserErrors: one or all mistakes, each with its override, or its file and, but
+    for combined weights and an `include`, its line.
     """
     config = _load(RunConfig, path, overrides)
     data = config.data.model_copy(update={"source": [*_leaves(config.data.source, Path(path))]})

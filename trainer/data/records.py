@@ -118,10 +118,13 @@ def document_of(line: bytes, where: str, options: ReadOptions) -> tuple[str | li
             return text, mask
         case [(name, list() as ids)] if name in (column, "tokens") and all(type(id) is int for id in ids):
             return ids, mask
+    fix = "name the field of the documents: column"
     problem = f"is not an object with {column or 'either text or tokens'}, a string or a list of integers"
-    if isinstance(record, dict):
+    if [value for _, value in found] == [None]:
+        problem, fix = f"has null as {found[0][0]}", "remove such lines, or name another column"
+    elif isinstance(record, dict):
         problem += f" (it has {few(list(record)) or 'nothing'})"
-    raise damaged(where, problem, "name the field of the documents: column")
+    raise damaged(where, problem, fix)
 
 
 def _columns(column: str | None) -> tuple[str, ...]:

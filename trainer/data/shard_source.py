@@ -414,6 +414,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         states = as_list(state)
         check_states(states, self.fixed_state)
         own = states[self._shard % len(states)]
+        self._to_open = min(self._most_open, self.first_open)
         self._pool = ActivePool[ReaderT](self.modalities, self._mix.pick_mode)
         if any(own[key] != self.fixed_state[key] for key in self.layout):
             self._reshard(states)

@@ -219,7 +219,7 @@ class Replicated(Strategy):
         try:
             self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            _, _, indices = str(error).partition(f"did not receive grad for rank {dist.get_rank()}: ")
+            _, _, indices = str(error).partition(f"indices which did not receive grad for rank {dist.get_rank()}: ")
             own = [name for name, parameter in self._ddp.module.named_parameters() if parameter.requires_grad]
             names = [own[int(index)] for index in indices.partition("\n")[0].split() if index.isdecimal()]
             fix = f"{FREEZE}, or set distributed.find_unused_parameters = true"

@@ -140,10 +140,11 @@ def _check_loss(plan: Plan, model: nn.Module, micro: MicroBatch | None, device: 
             bad.append("targets")
         if bad and not found.isfinite():
             raise ValueError(f"the loss is {found.item()}; numbers of the batch are not finite: {few(bad)}")
-        if found.isnan():
-            raise ValueError("the loss is NaN: with a sum, return the number of known targets")
+        if not found.isfinite():
+            raise ValueError(f"the loss is {found.item()}: with a sum, return the number of known targets")
         if found.requires_grad and not torch.autograd.grad(found, output)[0].isfinite().all():
-            raise ValueError("the gradient is not finite: compute with targets.nan_to_num()")
+            advice = ": compute with targets.nan_to_num()" * targets.is_floating_point()
+            raise ValueError(f"the gradient is not finite{advice}")
 
 
 def check_here(plan: Plan) -> Report | str:

@@ -20,7 +20,7 @@ from trainer.data.documents import (
     table_from_pieces,
 )
 from trainer.data.formats import FORMATS, format_name, takes_option
-from trainer.data.tokenizer import IdsTokenizer, Tokenizer
+from trainer.data.tokenizer import BytesTokenizer, IdsTokenizer, Tokenizer
 from trainer.lab.tokenizer_json import HuggingFaceTokenizer
 
 
@@ -144,6 +144,8 @@ class LossMask(NamedTuple):
 def _encoded(tokenizer: Tokenizer, text: str) -> tuple[Ints, Ints]:
     """The ids of a text, and the character in which each begins."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
+        if not isinstance(tokenizer, BytesTokenizer):
+            raise damaged("data.tokenizer", f"{tokenizer.name} does not say where tokens begin", "leave out loss_mask")
         ids = tokenizer.encode(text)
         return ids, np.cumsum((ids & 0xC0) != 0x80) - 1  # bytes of UTF-8
     found = tokenizer.encoding(text)

@@ -104,11 +104,11 @@ class OwnBatches:
         with users_code(self._key, "cannot be iterated"):
             iterator = iter(self._dataset)
         for number in count():
-            with users_code(self._key, f"fails after {counted(number, 'batch')}"):
+            with users_code(self._key, f"fails after {counted(number, 'batch')} of this start"):
                 batch = next(iterator, over)
             if batch is over:
                 return
-            with users_code(self._key, f"has a batch {number + 1} that cannot be read"):
+            with users_code(self._key, f"has a batch that cannot be read, number {number + 1} of this start"):
                 found = self._checked(batch)
             yield found
 
@@ -122,7 +122,7 @@ class OwnBatches:
         self._due = None
         load(state)
 
-    def _checked(self, batch: Any) -> dict[str, Any]:
+    def _checked(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             batch = {key: self._copied(key, value) for key, value in batch.items()}
         problems = _problems(batch, self._vocab_size, self._num_targets)
@@ -132,7 +132,7 @@ class OwnBatches:
             names = (key for key in ("state", *batch) if key not in {*HOST_KEYS, "targets"})
             fix = "change the batches, or the model"
             refuse_arguments(self._model.forward, "the model", dict.fromkeys(names), key=self._key, fix=fix)
-        return dict(batch)
+        return batch
 
     def _copied(self, key: str, values: Any) -> Any:
         """A copy. Numbers for the model become a tensor, on the device but for ids, which are read
@@ -176,8 +176,9 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
     """The problems of a batch, each with its fix. Reads from no device."""
     if not isinstance(batch, Mapping):
         yield f"is a {type(batch).__name__}, not a dict", "yield dicts with targets and the inputs of the model"
-    if "targets" not in batch:
-        yield f"has no targets; it has {', '.join(sorted(map(str, batch))) or 'nothing'}", "add them, [B, T]"
+    if "targets" not in batch or "state" in batch:
+        keys = ", ".join(sorted(map(str, batch))) or "nothing"
+        yield f"has no targets, or a state; it has {keys}", "give targets, [B, T]; the state is the trainer's to give"
     targets = batch["targets"]
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.long, torch.get_default_dtype()):
         yield "has targets that are neither integers nor floats", "give them as an array, a tensor or lists"

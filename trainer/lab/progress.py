@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainer.training.extension import Extension, RunView, Step
+from trainer.wording import decimals_text
 
 
 class _Terminal(Console):
@@ -35,7 +36,7 @@ class ProgressBar(Extension):
     def settled(self, step: Step, sums: Sequence[float] | None) -> None:
         """Show a step. The first also begins the bar: what comes before has lines of its own."""
         self._bar.advance(self._tokens, step.outcome.tokens)
-        numbers, speed = f"loss {step.outcome.loss:.4f}", self._bar.tasks[self._tokens].speed
+        numbers, speed = f"loss {decimals_text(step.outcome.loss)}", self._bar.tasks[self._tokens].speed
         if speed is not None:
             numbers += f", {speed:,.0f} tokens/s"
         self._bar.update(self._task, completed=step.number, numbers=numbers)

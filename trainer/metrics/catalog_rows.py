@@ -291,7 +291,7 @@ DATA_ROWS: tuple[MetricSpec, ...] = (
         "Known targets (loss_mask, NaN) over all tokens in the rows.", "As the data say.", "Near 0: nothing is learnt."
     ),
     _BlendRow("data/documents", "Documents to draw from", unit="documents", ranks="max")(
-        "Documents of an epoch, about.", "Above 7 noise scales in rows.", "Fewer: that is too high."
+        "Documents of an epoch, or fewer.", "Above 7 noise scales in rows.", "Fewer: that is too high."
     ),
     *(
         _BlendRow(f"{key}{part}", f"Epochs, {which} of any document", unit="epochs", ranks=ranks)(

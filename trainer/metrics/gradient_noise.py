@@ -64,7 +64,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.is_sparse:
             tensor = tensor.coalesce().values()
         if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
+            tensor = torch.view_as_real(tensor.resolve_conj())
         dense.append(tensor)
         devices.add(tensor.device)
     if len(devices) == 1 and devices.pop().type in MULTI_TENSOR:
@@ -174,8 +174,8 @@ class GradientNoiseScale(NoiseScaleAverage):
         rows of its document before a row, on average.
         """
         assert not self._is_over, "begin_micro without begin_window"  # sums would be of two windows
-        if isinstance(groups, Tensor):  # whose elements equal none
-            groups = groups.tolist()
+        if isinstance(next(iter(groups), None), Tensor):  # which equals no other one
+            groups = torch.stack([*map(torch.as_tensor, groups)]).flatten().tolist()
         self._repeated += not self._groups.isdisjoint(groups)
         self._groups.update(groups)
         self._rows_before += rows_before

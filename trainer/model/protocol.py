@@ -40,7 +40,9 @@ class ModelOutput(NamedTuple):
 
 def extras_of(output: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     """Losses and metrics of an output, which need not have the fields."""
-    return getattr(output, "losses", None) or {}, getattr(output, "metrics", None) or {}
+    given = {key: getattr(output, key, None) for key in ("losses", "metrics")}
+    found = {key: value for key, value in given.items() if value is not None}
+    return found.get("losses", {}), found.get("metrics", {})
 
 
 class SequenceModel(Protocol):

@@ -200,13 +200,13 @@ def _opened(plan: Plan, source: Source) -> Content:
 
 
 def _by_bytes(plan: Plan, source: Source) -> Content:
-    """By bytes of text; 0 if a file is compressed, Parquet or of a format of the user's own."""
+    """By bytes of text; 0 if a file is or may be compressed, or is of a format of the user's own."""
     _, read, _ = reading(plan, source)
     tokens = 0
     for stream in source.streams:
         name = format_name(Path(stream.path), source.table.format)
         row = FORMATS.get(name)
-        if row is None or name in ("parquet", "jsonl_compressed"):
+        if row is None or name in ("parquet", "arrow", "jsonl_compressed"):
             return Content(0)
         if row.pieces is not None:
             tokens += file_bytes(stream)

@@ -79,7 +79,8 @@ def evaluate_checkpoint(
         try:  # of changed data, others are held out
             check_data(plan, {FINGERPRINT_KEY: saved.data}, RankInfo())
         except UserError as error:
-            error.key, error.fix = str(directory), "put the data back, or add --source NAME=PATH"
+            if error.key == "--resume":  # other data; else a file cannot be read
+                error.key, error.fix = str(directory), "put the data back, or add --source NAME=PATH"
             raise
     info, diagnostics = RankInfo(), Diagnostics()
     row_model, loss = model_and_loss(saved.model, plan, device)

@@ -24,7 +24,7 @@ from trainer.training import checkpoint
 from trainer.training.build import runs_on, state_bytes
 from trainer.training.plan import Plan, width_of
 from trainer.training.run_dir import FINISHED
-from trainer.wording import counted
+from trainer.wording import counted, decimals_text
 
 if TYPE_CHECKING:
     from trainer.training.extension import RunView
@@ -61,7 +61,7 @@ def ended(run: Run, state: str, reason: str) -> None:
 
         best = checkpoint.read_state(saved[0])["extensions"].get(BEST)
         if best:
-            lines.append(f"best: step {best['step']}, {best['key']} {best['value']:.4f}")
+            lines.append(f"best: step {best['step']}, {best['key']} {decimals_text(best['value'])}")
     for number, line in enumerate(lines):
         level = logging.ERROR if state == "failed" and number == 0 else logging.INFO
         logger.log(level, "%s", line)
@@ -84,10 +84,10 @@ def _evaluation_lines(run: Run, step: int, metrics: Mapping[str, float]) -> list
         if key in metrics:
             error, shown = metrics.get(key + ERROR_SUFFIX), f" ({each.read})"
             if error is not None:
-                shown = f" +- {ERRORS_SHOWN * error:.4f} (95 %; {each.read})"
+                shown = f" +- {decimals_text(ERRORS_SHOWN * error)} (95 %; {each.read})"
             if EMA_PREFIX + key in metrics:
-                shown += f", with averaged weights {metrics[EMA_PREFIX + key]:.4f}"
-            losses.append(f"{each.name or 'held out'} {metrics[key]:.4f}{shown}")
+                shown += f", with averaged weights {decimals_text(metrics[EMA_PREFIX + key])}"
+            losses.append(f"{each.name or 'held out'} {decimals_text(metrics[key])}{shown}")
     if losses:
         lines.append(f"evaluated at step {step}: {', '.join(losses)}{more}")
     return lines

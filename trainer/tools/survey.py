@@ -256,5 +256,9 @@ def sample_streams(streams: Sequence[Stream]) -> tuple[list[Stream], float]:
 
 
 def _run_name(path: str) -> str:
-    """A run's name from the last part of the data's path that is no glob."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", fixed_part(path).resolve().stem).strip("-_")[:40] or "run"
+    """A run's name from the data's path, or the last part of it that is no glob."""
+    found = Path(path)
+    if not found.exists():
+        found = fixed_part(path)
+    name = found.resolve().name.removesuffix(found.suffix * found.is_file())
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_")[:40] or "run"

@@ -28,7 +28,7 @@ from trainer.data.lanes import (
 from trainer.data.shard_source import MixOptions, ShardSource, StreamSource
 from trainer.data.weights import ScheduledWeight, positions
 from trainer.distributed.env import RankInfo
-from trainer.distributed.strategy import Replicated, Strategy, layout_for
+from trainer.distributed.strategy import Replicated, Strategy
 from trainer.errors import UserError
 from trainer.files import allow_open_files
 from trainer.import_path import users_code
@@ -139,10 +139,9 @@ def make_strategy(plan: Plan, info: RankInfo, device: torch.device) -> Strategy:
     """The strategy of a run. Every rank must call it: it may make process groups."""
     if info.world_size == 1:
         return Strategy()
-    layout = layout_for(plan.config.distributed, info)
-    if layout is None:
+    if plan.layout is None:
         return Replicated(plan.config.distributed, world_size=info.world_size, device=device)
-    return need(plan.parts.models, "distributed.strategy").Sharded(layout, plan.config, device)
+    return need(plan.parts.models, "distributed.strategy").Sharded(plan.layout, plan.config, device)
 
 
 def evaluated_rows(plan: Plan) -> int:

@@ -130,8 +130,8 @@ class StepDetails(Extension):
         places = to_device(segments.ravel() + 1, loss.device)  # 0: no segment
         sums = columns.new_zeros(len(labels) + 1, 2).index_add_(0, places, columns)[1:]
         for name in names:
-            is_of_name = [float(label == name) for label in labels]
-            total, count = torch.tensor(is_of_name, dtype=sums.dtype, device=sums.device) @ sums
+            others = to_device([[label != name] for label in labels], sums.device)
+            total, count = sums.masked_fill(others, 0.0).sum(dim=0)  # not times 0: a loss may be infinite
             self._put(f"{kind}/{name}/loss", total, count)
 
 

@@ -227,12 +227,15 @@ def parameter_groups(
     """
     found: dict[tuple[int, Role], ParameterGroup] = {}
     roles = roles or parameter_roles(model)
+    sparse = {
+        id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+    }
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.is_complex() and table.target is None:
+        if (parameter.is_complex() or id(parameter) in sparse) and table.target is None:
             with users_code("optimizer.name", f"{table.name} cannot train {name}", "name an optimizer.target that can"):
-                raise TypeError("it is complex")
+                raise TypeError("it is complex, or its gradient is sparse")
         # The first group that matches; -1: none.
         number = next((n for n, group in enumerate(table.group) if fnmatchcase(name, group.match)), -1)
         role = roles[name]

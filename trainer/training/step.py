@@ -161,7 +161,8 @@ class TrainStep:
         with self.autocast():
             output = self.model(**micro.inputs, state=state)
             result = self.objective(output.logits, micro.targets, meta=micro.located)
-            if auxiliary.losses or getattr(output, "losses", None) or getattr(output, "metrics", None):
+            extras = getattr(output, "losses", None), getattr(output, "metrics", None)
+            if auxiliary.losses or extras != (None, None):
                 result = auxiliary(result, output, micro)
         self.ready_at = time.perf_counter()
         scaled: Any = result.loss_sum * kappa  # torch leaves backward without types

@@ -180,14 +180,15 @@ def same(batch: Mapping[str, Any]) -> str:
 
 @pytest.mark.parametrize("runs_on", [True, False])
 def test_weights_that_change_at_a_resume_are_as_if_they_had_been_a_schedule(runs_on):
-    layout, at = {"one": [[9, 30, 2]] * 3, "two": [[5, 14]] * 3, "three": [[7]] * 3}, 6
+    layout, at = {"one": [[9, 30, 2]] * 9, "two": [[5, 14]] * 3, "three": [[7]] * 3}, 6
     first, then = {"one": 1.0, "two": 3.0, "three": 0.0}, {"one": 2.0, "two": 0.5, "three": 1.0}
     planned = {name: ScheduledWeight("step", {0: first[name], at: then[name]}) for name in layout}
     before, after = ({name: ConstantWeight(own[name]) for name in layout} for own in (first, then))
-    options = {"runs_on": runs_on, "repeat": True}
+    options = {"runs_on": runs_on, "repeat": True, "num_streams_mixed": 7}
     with corpus(layout) as streams:
         whole, stopped, resumed = (blend(streams, weights=each, **options) for each in (planned, before, after))
         assert [same(next(stopped)) for _ in range(at)] == [same(next(whole)) for _ in range(at)]
+        assert len([next(resumed) for _ in range(30)]) == 30  # so that all its streams are open
         resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
         assert [same(next(resumed)) for _ in range(40)] == [same(next(whole)) for _ in range(40)]
         assert resumed.state_dict() == whole.state_dict()

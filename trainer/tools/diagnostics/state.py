@@ -164,7 +164,7 @@ def _risen(curve: DepthCurve) -> tuple[int, int] | None:
 
 @rule("warning")
 def loss_rises_with_depth(run: RunRecord) -> Outcome:
-    """States that harm where they are older than any that training made."""
+    """States that harm, or gain much less, where they are older than any that training made."""
     curves = _curves(run)
     if isinstance(curves, Outcome):
         return curves
@@ -174,7 +174,7 @@ def loss_rises_with_depth(run: RunRecord) -> Outcome:
             continue
         gains, (best, depth) = dict(curve.gains), risen
         inside = f" in {name}" * bool(name)
-        words = f"the loss rises with depth{inside}: carrying gains {gains[best]} from {best:,} "
+        words = f"the gain of carrying falls with depth{inside}: {gains[best]} from {best:,} "
         words += f"tokens on, {gains[depth]} from {depth:,} on"
         if best == depth:
             words = f"carrying raises the loss{inside}: it gains {gains[depth]} from {depth:,} tokens on"

@@ -161,14 +161,16 @@ def _paired(runs: Sequence[RunRecord]) -> Iterator[tuple[SummaryRow, ...]]:
         for number, (own, problem) in enumerate(held):
             value, error, note = None, None, problem
             if own and _targets_of(runs[number]) != _targets_of(runs[first]):
-                note = "of other tokens or targets: compare bits per byte"
+                note = "of other tokens or targets"
+                if all("eval_bits_per_byte" in run.keys for run in (runs[number], runs[first])):
+                    note += ": compare bits per byte"
             elif key in own and number != first:
                 value, error, note = _difference(losses, own[key])
                 ours, theirs = max(runs[number].evals.steps), max(runs[first].evals.steps)
                 if ours != theirs:
                     note += f", step {ours:,} against {theirs:,}"
                 if runs[number].environment.get("data") != runs[first].environment.get("data"):
-                    note += ", of other data files"
+                    note += "; the runs' data files differ"
             row.append(SummaryRow(f"{key} {label}", value, loss_unit(*runs), note, error))
         yield tuple(row)
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from trainer.metrics.catalog import ERRORS_SHOWN
 from trainer.tools import limits
 from trainer.tools.runs.load import RunRecord
+from trainer.wording import decimals_text
 
 B_BIG: Final = "gns/b_big"
 B_NOW: Final = "gns/b_now"
@@ -42,7 +43,7 @@ class NoiseScale:
 
     @property
     def is_high(self) -> bool:
-        """Whether the value is too high: a step draws few documents without replacement."""
+        """Whether the value is too high: few documents are drawn without replacement."""
         return self.documents < limits.FEW_DOCUMENTS * max(self.value or 0.0, self.low)
 
     @property
@@ -101,8 +102,8 @@ class Number(NamedTuple):
 
     def __str__(self) -> str:
         if not math.isfinite(self.error):
-            return f"{self.value:.4f}"
-        return f"{self.value:.4f} +- {ERRORS_SHOWN * self.error:.4f} (95 %)"
+            return decimals_text(self.value)
+        return f"{decimals_text(self.value)} +- {decimals_text(ERRORS_SHOWN * self.error)} (95 %)"
 
 
 class Point(NamedTuple):

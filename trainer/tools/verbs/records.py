@@ -19,7 +19,7 @@ from trainer.cli.terminal import echo, refuse
 from trainer.errors import UserError
 from trainer.tools.verbs import shared
 from trainer.tools.verbs.shared import coloured, output, print_json, print_table, put_text, refuse_existing
-from trainer.wording import few
+from trainer.wording import decimals_text, few
 
 if TYPE_CHECKING:
     from trainer.tools.diagnostics.diagnose import Diagnosis, Ruling
@@ -118,7 +118,7 @@ def entry_of(path: Path, *, now: float) -> RunEntry:
 
 
 def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else decimals_text(value)
 
 
 def _age(seconds: float) -> str:
