@@ -176,10 +176,7 @@ def test_a_part_that_does_not_fit_is_refused_by_check_in_one_line(tmp_path, monk
     ("source", "message"),
     [
         (own_source("counting", "extra='odd'"), r"cannot call the model with .*odd: got an unexpected"),
-        (
-            own_source("failing", "at=7"),
-            r"source own: own_parts:failing: fails after 7 batches of this start: ValueError: bad",
-        ),
+        (own_source("failing", "at=7"), r"own_parts:failing: fails after 7 batches of this start: ValueError: bad"),
     ],
 )
 def test_a_failure_of_data_of_one_s_own_names_the_source_and_what_was_read(tmp_path, source, message):

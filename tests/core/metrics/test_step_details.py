@@ -38,9 +38,8 @@ def test_losses_by_source_and_modality_are_those_of_their_rows():
     assert values["source/right/loss"] == pytest.approx(float(ce[1, 0, 0]))
     assert values["modality/text/loss"] == pytest.approx(values["loss"])
     assert values["accuracy"] == pytest.approx(2 / 3)
-    segments = np.array([[-1, 0, 0], [1, 1, 1]])
-    one_is_infinite = torch.where(LOGITS == 3.0, -torch.inf, LOGITS)
-    values, _ = collected({"dataset_labels": ("left", "right"), "segment_ids": segments}, one_is_infinite)
+    segments = {"dataset_labels": ("left", "right"), "segment_ids": np.array([[-1, 0, 0], [1, 1, 1]])}
+    values, _ = collected(segments, torch.where(LOGITS == 3.0, -torch.inf, LOGITS))  # the right one is infinite
     assert values["source/left/loss"] == pytest.approx(float(ce[0, 1, 2]))
 
 
