@@ -82,9 +82,8 @@ def test_the_difference_of_two_runs_is_a_ratio_over_the_documents_that_both_have
     assert row.error == pytest.approx(error * t_quantile(1.96, effective - 1) / 1.96)
     assert [each.value for each in others] == [None] * 3
     assert notes(before)["Held-out loss"].endswith(", 7 documents, 80 tokens")
-    assert summaries([before, replace(after, environment={"data": "1f"})])[-1][1].note.endswith(
-        "; the runs' data files differ"
-    )
+    edited = replace(after, environment={"data": "1f"})
+    assert summaries([before, edited])[-1][1].note.endswith("; the runs' data files differ")
     assert "train eval reads all" in summaries([before, evaluated(tmp_path / "alone", second, [99] * 7)])[-1][1].note
     for key, value in (("tokenizer", "ids"), ("targets", [2])):
         other = summaries([before, replace(after, config={"data": {key: value}})])[-1][1]
