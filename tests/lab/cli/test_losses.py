@@ -144,7 +144,7 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
         (("objective.token_ce=0", NOTHING), "token_ce: is 0, and no other loss would be trained on; set loss_keys"),
         (("objective.token_ce=0", "objective.chunk_tokens=8"), "objective: no loss of logits is left"),
         ((OWN, "objective.args.form=flat"), "objective.target: fails: ValueError: what it returned has no gradient"),
-        ((OWN, "objective.args.form=all"), "objective.target: fails on a few tokens: ValueError: the loss is NaN"),
+        ((OWN, "objective.args.form=all"), "objective.target: fails on a few tokens: ValueError: the loss is nan"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
         (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
         (("model.args.returned=energy in one shape",), "loss energy by tokens with the shape [16], not [1, 16] or []"),
