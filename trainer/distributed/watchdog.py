@@ -133,7 +133,7 @@ class Watchdog:
         self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))
 
     def explain(self, error: Exception) -> str:
-        """Why it failed: `error`, which the others are told; or theirs, awaited for a few intervals."""
+        """Why the run failed: `error`, which the other ranks learn, or, if it comes, the failure of theirs."""
         own = error_text(error)
         if not is_of_a_collective(error):
             self.tell(own)

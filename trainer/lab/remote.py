@@ -320,7 +320,7 @@ class Uploads:
         except Exception as error:  # noqa: BLE001 - whatever a backend raises
             self._event("remote_failed", global_step=step, error=error_text(error))
             if not self._has_warned:
-                text = "after %s the store fails: %s; the run goes on, and the next save is tried"
+                text = "after %s the store fails: %s; the run continues, and the next save will try again"
                 logger.warning(text, path.name, error)
             self._has_warned = True
 

@@ -135,7 +135,7 @@ class Evaluator:
         """Evaluate; the same numbers on every rank, by catalog key.
 
         A set without a known target has none. Nor has any set once the details have failed on a
-        rank: the sums would cover only part of the documents. A custom task goes on.
+        rank: the sums would cover only part of the documents. A custom task still runs.
 
         Args:
             step: the last step, for a custom task.

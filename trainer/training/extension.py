@@ -329,7 +329,7 @@ class Extensions:
         return found
 
     def drained(self) -> dict[str, Reported]:
-        """The metrics of all; None for those of one that has failed, unless its sums have told so."""
+        """The metrics of all; None for those of one that has failed and sums nothing over ranks."""
         found: dict[str, Reported] = {}
         for each in self._by_moment["drain_metrics"]:
             drained = each.call("drain_metrics")

@@ -113,8 +113,8 @@ class Diagnosis:
         """How many rules judged: `14 of 24 rules judged the run, 4 could not yet, ...`."""
         early = sum(ruling.outcome.is_early for ruling in self.rulings)
         rest = {"could not yet": early, "had nothing to measure": len(self.rulings) - self.num_judged - early}
-        told = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
-        return ", ".join([*told, *(f"{number} {what}" for what, number in rest.items() if number)])
+        parts = [f"{self.num_judged} of {len(self.rulings)} rules judged the run"]
+        return ", ".join([*parts, *(f"{number} {what}" for what, number in rest.items() if number)])
 
     @property
     def brief(self) -> str:

@@ -229,8 +229,10 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
     runs = [each.run for each in diagnoses]
     differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
     if as_json:
-        told = [each.to_json() for each in diagnoses]
-        found = [{"path": each["run"]} | {key: each[key] for key in ("verdict", "findings", "notes")} for each in told]
+        results = [each.to_json() for each in diagnoses]
+        found = [
+            {"path": each["run"]} | {key: each[key] for key in ("verdict", "findings", "notes")} for each in results
+        ]
         config = [{"key": key, "values": values} for key, values in differing]
         outcome = []
         for rows in results:
