@@ -189,7 +189,7 @@ def test_what_is_uploaded_holds_up_nobody_and_a_failure_costs_one_checkpoint(che
     uploads.publish(make_checkpoint(checkpoints, 7))
     uploads.wait(SimpleNamespace(requested=False))
     assert store.steps() == [7]
-    assert caplog.text.count("the run goes on, and the next save is tried") == 1
+    assert caplog.text.count("the run continues, and the next save will try again") == 1
 
 
 def test_the_best_is_uploaded_late_or_early_stays_in_the_store_and_comes_back(checkpoints, url, tmp_path, monkeypatch):

@@ -229,10 +229,8 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
     runs = [each.run for each in diagnoses]
     differing, results, seeds = config_differences(runs), summaries(runs), over_seeds(runs)
     if as_json:
-        results = [each.to_json() for each in diagnoses]
-        found = [
-            {"path": each["run"]} | {key: each[key] for key in ("verdict", "findings", "notes")} for each in results
-        ]
+        judged, kept = [each.to_json() for each in diagnoses], ("verdict", "findings", "notes")
+        found = [{"path": each["run"]} | {key: each[key] for key in kept} for each in judged]
         config = [{"key": key, "values": values} for key, values in differing]
         outcome = []
         for rows in results:
