@@ -37,6 +37,7 @@ from trainer.errors import UserError
 from trainer.files import discard, open_plain, remove_leftovers, replacing, write_file
 from trainer.import_path import users_code
 from trainer.lab.loss_mask import LossMask
+from trainer.lab.weights import tokenizer_mark
 from trainer.metrics.logger import get_logger
 from trainer.wording import printable
 
@@ -242,12 +243,9 @@ def _key(streams: Sequence[Stream], options: ReadOptions, data: DataTable) -> st
     """The key of the tokens of these files: another one for files that changed."""
     found = [(os.path.abspath(each.path), os.stat(each.path)) for each in streams]
     files = [(path, status.st_size, status.st_mtime_ns) for path, status in found]
-    tokenizer = data.tokenizer
-    if tokenizer.endswith(".json"):
-        tokenizer = hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
     settings = [data.parse_special, options.format, options.text_split, options.column]
     settings += [options.text_eod, *filter(None, (data.vocab_size, options.loss_mask))]
-    text = json.dumps(["tokens 3", tokenizer, *settings, files])
+    text = json.dumps(["tokens 3", tokenizer_mark(data.tokenizer), *settings, files])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 

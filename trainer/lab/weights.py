@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def share(tensors: dict[str, Tensor], shared: object) -> None:
         tensors[name] = stored[owner]
 
 
+def tokenizer_mark(tokenizer: str) -> str:
+    """What tells `data.tokenizer` from others: the digest of a tokenizer.json, a built-in's name."""
+    return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest() if tokenizer.endswith(".json") else tokenizer
+
+
 def load_weights(model: nn.Module, path: str | Path, tokenizer: str) -> None:
     """Load a file's weights into `model`, all or none; see `check_fit`. `tokenizer`: the run's."""
     tensors, metadata = read_weights(path)
@@ -64,10 +70,10 @@ def load_weights(model: nn.Module, path: str | Path, tokenizer: str) -> None:
     rows = {name: as_shard(own_rows(tensor, own[name]), own[name]) for name, tensor in tensors.items()}
     model.load_state_dict(rows)
     logger.info("beginning with the weights of %s", path)
-    trained_with = metadata.get("tokenizer", tokenizer)  # files of other programs do not say
-    if trained_with != tokenizer:
-        text = "%s was trained with the tokenizer %s, not %s: its ids may mean other tokens"
-        logger.warning(text, path, trained_with, tokenizer)
+    mark = tokenizer_mark(tokenizer)
+    if metadata.get("tokenizer", mark) != mark:  # files of other programs do not say
+        text = "%s was trained with another tokenizer than %s: its ids may mean other tokens"
+        logger.warning(text, path, tokenizer)
 
 
 def own_rows(whole: Tensor, like: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.files import parse_count, read_json, write_file
 from trainer.import_path import users_code
 from trainer.lab.extensions import AVERAGES, BEST
-from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share
+from trainer.lab.weights import SHARED_KEY, WEIGHTS_FILE, check_fit, read_weights, share, tokenizer_mark
 from trainer.model.families import DEFAULT
 from trainer.training import checkpoint
 from trainer.training.plan import build_model, tokenizer_of
@@ -236,7 +236,8 @@ def export_model(
             with chdir(os.curdir):  # which the model's code may leave
                 _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
-            origin = {"step": str(saved.step), "tokenizer": tokenizer.name, "run": run_dir.name, "ema": str(ema)}
+            origin = {"step": str(saved.step), "run": run_dir.name, "ema": str(ema)}
+            origin["tokenizer"] = tokenizer_mark(config.data.tokenizer)
             save_weights(saved.weights, saved.shared, staging / WEIGHTS_FILE, origin)
         write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):

@@ -150,7 +150,7 @@ def build(
         if found is None:
             if plan.config.model.weights is not None:
                 models = need(plan.parts.models, "model.weights")
-                models.load_weights(state.model, plan.config.model.weights, plan.tokenizer.name)
+                models.load_weights(state.model, plan.config.model.weights, plan.config.data.tokenizer)
             position = Position.of(state)
         else:
             position = restore(*found, plan, state, info)

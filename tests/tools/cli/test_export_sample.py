@@ -14,6 +14,7 @@ from tests.support.in_process import program
 from tests.support.runs import losses, run, train, write_tiny_config
 from tests.support.wandb_file import find_wandb_file, read_history
 from trainer.errors import UserError
+from trainer.lab.weights import load_weights
 from trainer.tools.saved_model import is_export, load_model
 from trainer.tools.verbs.models import sample
 
@@ -81,14 +82,18 @@ def test_absent_checkpoints_are_refused(folder):
         generate(folder / "no_config")
 
 
-def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tmp_path):
+def test_a_run_begins_with_the_weights_and_a_resumed_one_with_its_own(folder, tmp_path, caplog):
     place, slow = (folder / "tiny.toml", tmp_path / "run"), ("optimizer.lr=1e-12", "scheduler.warmup_steps=1")
     weights = f"model.weights={folder / 'exported'}"
     said = train(*place, *slow, weights, "checkpoint.every=1", "train.steps=1")
     assert "beginning with the weights of" in said
+    assert "tokenizer" not in said
     before, after = (load_model(path, step=None, device=CPU).model for path in (folder / "exported", tmp_path / "run"))
     for name, tensor in before.state_dict().items():
         assert torch.allclose(after.state_dict()[name], tensor, atol=1e-9, rtol=0), name
+    (tmp_path / "tokenizer.json").touch()
+    load_weights(after, folder / "exported", str(tmp_path / "tokenizer.json"))
+    assert "trained with another tokenizer than" in caplog.text
     said = train(*place, *slow, "train.steps=2", more=("--resume", "auto"))
     assert "resuming after step 1" in said
     assert "beginning with" not in said
