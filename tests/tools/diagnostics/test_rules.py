@@ -361,18 +361,16 @@ def test_a_finding_is_as_severe_as_its_cause(name: str, run: RunRecord, severity
 def test_a_source_that_ended_is_advice_unless_it_moves_the_shares() -> None:
     rows = {"blend/max_share_error": [0.0] * 40, "blend/ended_sources": [0.0] * 20 + [1.0] * 20}
     ended = check("shares", make_run(rows))
-    assert (ended.verdict, ended.severity) == ("finding", "advice")
-    assert ended.sentence == "1 source without further documents, the first by step 21"
-    for mixing, source, knob in (
-        ({"repeat": False}, {}, "data.mixing.repeat = true (now false)"),
-        (
-            {"repeat": True},
-            {"name": "a", "mixing": {"repeat": False}},
-            "data.source.a.mixing.repeat = true (now false)",
-        ),
-        ({"repeat": True}, {"target": "my:data"}, "data.source: more data"),
+    assert (ended.severity, ended.sentence) == ("advice", "1 source without further documents, the first by step 21")
+    own, b = {"name": "a", "mixing": {"repeat": False}}, {"name": "b", "mixing": {"repeat": True}}
+    for repeat, sources, knob in (
+        (False, [], "data.mixing.repeat = true (now false)"),
+        (True, [own, {}], "data.source.a.mixing.repeat = true (now false)"),
+        (False, [own, b], "data.source.a.mixing.repeat = true (now false)"),
+        (False, [own, {}], "data.source: mixing.repeat = true for what ended"),  # either may have
+        (True, [{"target": "my:data"}], "data.source: more data"),
     ):
-        run = make_run(rows, config={"data": {"mixing": mixing, "source": [source]}})
+        run = make_run(rows, config={"data": {"mixing": {"repeat": repeat}, "source": sources}})
         assert str(check("shares", run).knob) == knob
     off = make_run({**rows, "blend/max_share_error": dict.fromkeys(range(100, 4001, 100), 0.5)})
     assert (check("shares", off).severity, (knob_of("shares", off) or ("",))[0]) == (None, "data.mixing.repeat")
@@ -391,8 +389,7 @@ def data_bound(waits: list[float], prefetch: int = 2, **stages: list[float]) -> 
     config = {**CONFIG, "data": {**CONFIG["data"], "prefetch": prefetch}}
     rows = {"time/data_sec": waits, "step_time_sec": [0.6 + wait for wait in waits]}
     rows |= {f"time/{stage}/all": seconds for stage, seconds in stages.items()}
-    (ruling,) = diagnose(make_run(rows, config=config), [BY_NAME["data_bound"]]).rulings
-    return ruling
+    return diagnose(make_run(rows, config=config), [BY_NAME["data_bound"]]).rulings[0]
 
 
 def test_the_stage_that_took_the_time_decides_what_helps() -> None:
@@ -403,8 +400,7 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     first = data_bound([9.0, *waits], open=[20.0] + [0.0] * 80, read=[0.3] * 81)
     assert "time/read/all took most" in first.outcome.sentence, "not what the first rows took"
     assert "fewer, larger files" in data_bound(waits, open=[0.1] * 80, read=[0.1] * 80).fix, "all stages together"
-    # Reading does not explain the wait.
-    assert data_bound(waits, read=[0.1] * 80).fix == "try data.prefetch = 4 (now 2)"
+    assert data_bound(waits, read=[0.1] * 80).fix == "try data.prefetch = 4 (now 2)", "reading explains less"
     assert data_bound(waits, prefetch=0).fix == "try data.prefetch = 2 (now 0)", "reading and training take turns"
     assert data_bound([43.9, *[0.002] * 98]).outcome.verdict == "healthy", "the data was opened"
 
@@ -468,8 +464,7 @@ def test_a_run_is_healthy_if_at_least_half_of_the_rules_judged_it(judged: int, v
 
 
 BEGINNING = [5.65, 1149.66, 1065.48, 839.62, 660.03, 273.9, 250.46, 186.39, 219.65, 241.45, 205.26, 193.46]
-# A loop with a learning rate of 30.
-DIVERGED = [*BEGINNING, 175.14, 213.38, 154.48, 188.93, 171.28, 174.89, 130.96, 171.62, 188.84]
+DIVERGED = [*BEGINNING, 175.14, 213.38, 154.48, 188.93, 171.28, 174.89, 130.96, 171.62, 188.84]  # lr 30
 LATE = [*(5.5 / (1 + row / 20) for row in range(400)), *(11.5 + 0.1 * math.sin(row) for row in range(16))]
 
 

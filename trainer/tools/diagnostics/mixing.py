@@ -194,7 +194,7 @@ def low_fill(run: RunRecord) -> Outcome:
 @rule("warning", needs=[SHARE_ERROR])
 def shares(run: RunRecord) -> Outcome:
     """Sources whose share differs from their weight, or that have ended."""
-    errors, ended = series(run, SHARE_ERROR), series(run, ENDED_SOURCES)
+    errors, ended, tables = series(run, SHARE_ERROR), series(run, ENDED_SOURCES), run.setting("data.source", [])
     longest = dict(zip(*run.column(LONGEST_SHARE), strict=True))
     bounds, due = {}, 1
     for index, step in enumerate(errors.steps):
@@ -213,12 +213,15 @@ def shares(run: RunRecord) -> Outcome:
     if ended.positive:
         first = ended.steps[ended.positive[0]]
         words = f"{counted(max(ended.values), 'source')} without further documents, the first by step {first}"
-        knob = Knob("data.mixing.repeat", run.setting("data.mixing.repeat"), True)
-        once = [place for place, own in _own_mixing(run).items() if own.get("repeat") is False]
-        if once:
-            knob = Knob(f"{once[0]}.repeat", False, True)
-        elif knob.current:
-            knob = Knob("data.source", None, "more data", in_words=True)
+        owns = {f"{place}.repeat": own.get("repeat") for place, own in _own_mixing(run).items()}
+        repeats = {key: own for key, own in owns.items() if own is not None}
+        if not repeats or len(repeats) < len(tables):
+            repeats["data.mixing.repeat"] = run.setting("data.mixing.repeat")
+        off = [(key, repeat) for key, repeat in repeats.items() if not repeat]
+        more = "mixing.repeat = true for what ended" if off else "more data"
+        knob = Knob("data.source", None, more, in_words=True)
+        if len(off) == 1:
+            knob = Knob(*off[0], True)
         evidence.append(ended.evidence(ended.positive[:1]))
         return finding(words, *evidence, knob=knob, severity=None if hits else "advice")
     if not hits:
