@@ -19,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -243,14 +244,16 @@ class Watchdog:
         return self._store.get(key).decode() if is_set else ""
 
     def _end(self, hang: str) -> None:
-        """Write the stacks, and end the process unless its main thread does so."""
+        """Name the hang, write the stacks, and end the process unless its main thread does so."""
 
-        def say() -> None:
-            self._log.write(f"stacks of rank {self._info.rank}:\n".encode())
-            faulthandler.dump_traceback(self._log, all_threads=True)
-            logger.error("%s", hang)
+        def write_stacks() -> None:
+            with suppress(OSError):
+                self._log.write(f"stacks of rank {self._info.rank}:\n".encode())
+                faulthandler.dump_traceback(self._log, all_threads=True)
 
-        within(LAST_WORDS_SEC, say)
+        # First on stderr: the log may be on a disk that is gone.
+        within(LAST_WORDS_SEC, partial(logger.error, "%s", hang))
+        within(LAST_WORDS_SEC, write_stacks)
         # Meanwhile the main thread may return, and the others read of the hang in the store. Rank 0
         # hosts it and waits longer: a collective in which it waits for one of them then fails.
         intervals = 0
