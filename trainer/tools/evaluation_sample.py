@@ -174,7 +174,7 @@ def draw_sample(
     plan: Plan, name: str, read: Mapping[ShardSource, Source], info: RankInfo, num_batches: int, runs: int
 ) -> tuple[str, list[ShardSource], Sample | None]:
     """How much of a set is read, in words, the data sets of that, and the documents drawn; None:
-    all is read. Equal on all ranks and at every resume.
+    all is read. Equal on all ranks, and at a resume with as many shards and micro-batches.
 
     Args:
         read: the data sets of whole sources.
