@@ -270,7 +270,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         """
         self._note()
         if not self._pool.readers and self._points:  # others may have read what this epoch has left
-            self._is_ready()
+            self._fill_pool()
         if self.is_ended and (self._mix.repeat or not self._queue):
             return None
         return self.epoch + self._has_begun_all(), self._most_begun
@@ -352,7 +352,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         """Whether a later epoch may have groups for this shard though this one has none."""
         return False
 
-    def _is_ready(self) -> bool:
+    def _fill_pool(self) -> bool:
         """Keep `_to_open` readers open, from epoch to epoch; False once `is_ended`."""
         pool = self._pool
         while not self.is_ended:
@@ -435,7 +435,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         may_repeat = self._mix.repeat and self._num_picks > 0
         self.is_ended = all(each["is_ended"] for each in states) and not may_repeat
         if self._pool.readers:
-            self._is_ready()  # more may be open at once than before
+            self._fill_pool()  # more may be open at once than before
 
     def _reshard(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue the earliest epoch of other shards, and later ones, where each of them was."""
@@ -514,7 +514,7 @@ class ShardSource(StreamSource[Part | Few, PartReader]):
                 # Many streams open one by one, as the first documents are handed out.
                 self._to_open = min(self._most_open, max(self.first_open, self._num_picks + 1))
                 uniforms = uniforms[:1]
-            if not self._is_ready():
+            if not self._fill_pool():
                 return []
             readers = self._pool.readers
             self._slots = self._pool.choose(uniforms)

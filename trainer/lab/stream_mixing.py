@@ -208,7 +208,7 @@ class StreamMixingDataset(StreamSource[Slice, StreamReader]):
         """
         was_ended = self.is_ended
         path, modality, position, lanes = None, self.modalities[0], 0, [Lane()]
-        if self._is_ready():
+        if self._fill_pool():
             (slot,) = self._pool.choose(self._uniforms.ahead(self._num_picks)[:1])
             reader = self._pool.readers[slot]
             position, lanes = reader.position, reader.next_lanes() or lanes

@@ -141,7 +141,7 @@ def test_metrics_equal_a_reference_from_scratch_at_every_pick_through_refills_ep
                     **before,
                     **dict.fromkeys({EXHAUST, PICKS} & before.keys(), 0.0),
                 }
-            assert dataset._is_ready()
+            assert dataset._fill_pool()
             reference.pools[at] = [(future[at][0][0], reader.stream.relative_path) for reader in dataset._pool.readers]
             assert key_of(next(dataset)) == future[at][0]
             paths = [dataset.streams[part.stream].relative_path for part in dataset._queue]
