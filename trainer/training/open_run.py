@@ -20,7 +20,7 @@ from trainer.distributed.strategy import compile_blocks
 from trainer.distributed.watchdog import Watchdog, start_watchdog
 from trainer.ending import StopRequest
 from trainer.errors import UserError
-from trainer.files import allow_open_files
+from trainer.files import allow_open_files, is_count
 from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog import plain_names
@@ -356,6 +356,9 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
                 made = resolve_target(table.target, "extension.target")(view, **table.args)
                 if not isinstance(made, Extension):
                     raise TypeError(f"must make an Extension, got {short_repr(made)}")
+                counts, keys = (made.num_sums, made.boundary_every), made.metric_keys
+                if not all(map(is_count, counts)) or not all(isinstance(key, str) for key in keys):
+                    raise TypeError("num_sums and boundary_every must be counts, metric_keys texts")
             same = sum(each.target == table.target for each in config.extension[:number])
             found[f"{table.target} ({same})"] = made
     return found

@@ -30,11 +30,10 @@ class Counts(Extension):
     """Reports, sums and keeps what it has counted."""
 
     metric_keys = ("own/micros", "own/sum")
-    num_sums = 1
 
-    def __init__(self, run, *, scale=1.0):
+    def __init__(self, run, *, scale=1.0, num_sums=1):
         super().__init__(run)
-        self.scale, self.steps = scale, 0
+        self.scale, self.num_sums, self.steps = scale, num_sums, 0
 
     def micro_done(self, micro, result):
         self.run.record("own/micros", self.scale)
@@ -52,10 +51,6 @@ class Counts(Extension):
 
     def load_state_dict(self, state):
         self.steps = state["steps"] * (state["keys"] == {1: (2, float("inf"))})
-
-
-class NoSums(Counts):
-    num_sums = 0
 
 
 class Records(Extension):
@@ -84,6 +79,7 @@ class Breaks(Extension):
     def __init__(self, run, *, at, rank=0):
         super().__init__(run)
         self.at, self.rank = at, rank
+        self.metric_keys = ("own/broken", 3)[: 1 + (at == "names")]
 
     def breaks(self, moment):
         if moment == self.at and self.run.info.rank == self.rank:
@@ -171,7 +167,9 @@ def test_one_that_finds_a_failure_at_a_boundary_ends_the_run_before_it_is_saved(
     [
         ('{target = "own_extensions:Absent"}', "own_extensions"),
         ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
-        ('{target = "own_extensions:NoSums"}', "but num_sums = 0"),
+        (table("Counts", num_sums=0), "but num_sums = 0"),
+        (table("Counts", num_sums=-1), "own_extensions:Counts.*num_sums and boundary_every must be counts"),
+        (table("Breaks", at="names"), "own_extensions:Breaks.*metric_keys texts"),
         ('{target = "own_extensions:make"}', "must make an Extension, got None"),
         ('{target = "own_extensions:Exits"}', r"sys.exit\(3\) was called"),
     ],
