@@ -269,7 +269,7 @@ class Extensions:
 
     def begin_step(self, *, is_logged: bool) -> None:
         """Note which extensions measure the step."""
-        # By shared settings: one that failed here keeps its place in the sums until all ranks know.
+        # By shared settings: one that failed, here or elsewhere, keeps its place in the sums.
         measuring = self._all if is_logged else self._always
         if measuring or self._measuring:
             self._measure(measuring)
@@ -319,17 +319,14 @@ class Extensions:
             (num_ranks, *sums), numbers = numbers[:length], numbers[length:]
             if num_ranks == self._world_size:
                 found[each.name] = sums
-            elif each in self._all:
-                # Off here too, so that every rank drops its part; rank 0 records it.
+            else:  # off here too; rank 0 records it
                 if not dist.is_initialized() or dist.get_rank() == 0:
                     each.guard.fail(RuntimeError(f"it gave no sums on a rank, at step {step.number}"))
                 each.guard.enabled = False
-                self._all.remove(each)
-                self._arrange()
         return found
 
     def drained(self) -> dict[str, Reported]:
-        """The metrics of all; None for those of one that has failed and sums nothing over ranks."""
+        """The metrics of all; None for those of one that has failed."""
         found: dict[str, Reported] = {}
         for each in self._by_moment["drain_metrics"]:
             drained = each.call("drain_metrics")

@@ -23,7 +23,8 @@ from trainer.metrics.catalog_rows import MetricSpec
 from trainer.training.extension import Extension
 
 TEXTS = dict.fromkeys(("group", "title", "unit", "description", "healthy", "pathological"), "")
-register(MetricSpec(name="own/recorded", **TEXTS, window="sum", ranks="sum"))
+for name in ("own/recorded", "own/micro_done"):
+    register(MetricSpec(name=name, **TEXTS, window="sum", ranks="sum"))
 
 
 class Counts(Extension):
@@ -74,12 +75,11 @@ class Breaks(Extension):
     """Raises on one rank in one of its moments, or returns too many sums."""
 
     num_sums = 1
-    metric_keys = ("own/broken",)
 
     def __init__(self, run, *, at, rank=0):
         super().__init__(run)
         self.at, self.rank = at, rank
-        self.metric_keys = ("own/broken", 3)[: 1 + (at == "names")]
+        self.metric_keys = (f"own/{at}", 3)[: 1 + (at == "names")]
 
     def breaks(self, moment):
         if moment == self.at and self.run.info.rank == self.rank:
@@ -87,6 +87,7 @@ class Breaks(Extension):
 
     def micro_done(self, micro, result):
         self.breaks("micro_done")
+        self.run.record(self.metric_keys[0], 1.0)
 
     def updated(self):
         self.breaks("updated")
@@ -97,7 +98,7 @@ class Breaks(Extension):
 
     def drain_metrics(self):
         self.breaks("drain_metrics")
-        return 3 if self.at == "a number" else {"own/broken": 1.0}
+        return 3 if self.at == "a number" else {self.metric_keys[0]: 1.0}
 
     def state_dict(self):
         return {"no mapping": 3, "no JSON": {"steps": {1}}}.get(self.at, {})
@@ -140,7 +141,7 @@ def test_they_report_sum_and_resume_beside_others_that_fail_on_one_rank(own, tmp
     assert rows["train", 6]["own/micros"] == 2.5
     assert "metric 'loss' is left out: the name is one of the tracker's own" in ended.stderr
     assert rows["train", 6]["own/sum"] == 3.0  # 1 of rank 0 and 2 of rank 1
-    assert not any("own/recorded" in row for row in rows.values())  # of rank 0 alone
+    assert not any({"own/recorded", "own/micro_done"} & row.keys() for row in rows.values())  # of rank 0 alone
 
     def kept(step: int) -> list[object]:
         state = json.loads((place / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
