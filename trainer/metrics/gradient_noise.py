@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from trainer.metrics.catalog_rows import GNS_ROWS
 from trainer.metrics.noise_scale import Absent, NoiseScaleAverage, Window
 
 log = logging.getLogger(__name__)
+SYNCS = attrgetter("require_backward_grad_sync")  # of DDP, not under `no_sync`
 BOUNDED = [f"gns/{name}{bound}" for name in ("b_now", "b_simple") for bound in ("", "_low", "_high")]
 _CHUNK = 1024  # elements summed in fp32; 256 takes twice as long, 4,096 loses a digit in bf16
 # Where one kernel takes many tensors: one per tensor would cost a small model a tenth of a step.
@@ -188,7 +190,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         self._held: list[tuple[int, Tensor]] = []
         self._held_bytes = 0
         # A reduction within the backward replaces a parameter's gradient as soon as it is there.
-        syncs = getattr(self._leaves.ddp, "require_backward_grad_sync", False)
+        syncs = any(map(SYNCS, self._leaves.ddp))
         reduces = syncs or self._leaves.is_sharded or (last and self._world_size > 1)
         self._may_hold = 0 if reduces else HELD_BYTES.get(self._sums.device.type, 0)
         self._sum_norms: list[Tensor] = []  # of the running sum
@@ -346,8 +348,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         leaf = self._leaves.hooked[index]
         if self._is_middle and leaf.grad is None and index in self._window_fires:
             self._is_moved = True
-        ddp = self._leaves.ddp
-        if not self._is_middle and self._world_size > 1 and ddp is not None and ddp.require_backward_grad_sync:
+        if not self._is_middle and self._world_size > 1 and any(map(SYNCS, self._leaves.ddp)):
             self._is_moved = True  # not under `no_sync`: it reduces after this backward
         self._fired.append(index)
         if self._may_hold > 0 and leaf.grad is None:
@@ -386,7 +387,7 @@ class Leaves:
     group: dist.ProcessGroup | None  # the ranks that average gradients; None on a single process
     is_sharded: bool  # whether `.grad` holds only this rank's shards
     copies: int = 1  # if so, how many ranks of the group hold the same shards
-    ddp: DistributedDataParallel | None = None  # the model, or its first module that is DDP's
+    ddp: Sequence[DistributedDataParallel] = ()  # the model, or all its modules that are DDP's
 
 
 def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Leaves:
@@ -408,7 +409,7 @@ def find_leaves(model: nn.Module, process_group: dist.ProcessGroup | None) -> Le
             problem = "not possible with several ranks and a parameter that DDP does not wrap"
             fix = "give the wrapped model, or the process_group that averages gradients"
             raise UserError("gns.enabled", problem, fix)
-        return Leaves(parameters, parameters, process_group, is_sharded=False, ddp=next(iter(wrapped), None))
+        return Leaves(parameters, parameters, process_group, is_sharded=False, ddp=wrapped)
     try:
         layout, own_group = layout_and_group(parameters)
         group = process_group or own_group
