@@ -201,7 +201,9 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def load_named_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Restore the result of `named_state`; the settings stay those of the config."""
+    """Restore the result of `named_state`. The settings stay those of the config, and what is not
+    saved, such as buffers of a momentum that was 0 before, stays as it was built."""
+    saved = {**named_state(optimizer, model), **saved}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states: dict[str, Any] = {}
     for name, part in optimizer_parts(optimizer).items():
