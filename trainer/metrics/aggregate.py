@@ -210,6 +210,7 @@ def _scalars(value: Any, device: torch.device | str) -> list[Scalar]:
     return [as_scalar(total, device), as_scalar(count, device)]
 
 
+@np.errstate(all="ignore")  # inf - inf is NaN, without a warning
 def _combine(gathered: NDArray[np.float64], operations: Operations) -> dict[str, float]:
     """The values over ranks, from their vectors [W, numbers]."""
     values, counts = gathered[:, 0::2], gathered[:, 1::2]  # [W, K] each
