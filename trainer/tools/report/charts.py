@@ -7,7 +7,7 @@ under every figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonpath
 from typing import Any, Final
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainer.metrics.catalog import CATALOG, ERROR_SUFFIX, ERRORS_SHOWN, family, is_known, lookup
 from trainer.tools.runs.load import RunRecord
-from trainer.tools.runs.readings import CROSS_ENTROPY, DepthCurve, Number, in_words, is_by_depth, last_curves, loss_unit
+from trainer.tools.runs.readings import CROSS_ENTROPY, DepthCurve, Number, depth_set, in_words, last_curves, loss_unit
 from trainer.wording import few
 
 MOST_POINTS: Final = 500  # of a curve: a page of 300 curves is below 15 MB, 5 of them plotly
@@ -93,13 +93,16 @@ def make_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     One chart shows all keys of a row of the catalog, also those of evaluations and worst ranks, and
     the bounds of the values.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.keys if not is_by_depth(key))
+    curves = [last_curves(run)[1] for run in runs]
+    keys = dict.fromkeys(
+        key for run, drawn in zip(runs, curves, strict=True) for key in run.keys if depth_set(key) not in drawn
+    )
     shared: dict[tuple[str, bool], list[str]] = {}
     for key in sorted(keys, key=lambda key: PLACES.get(_row(key), len(PLACES))):
         # Next to the values, standard errors would lie on the axis.
         chart = _row(key).removesuffix("_low").removesuffix("_high"), key.endswith(ERROR_SUFFIX)
         shared.setdefault(chart, []).append(key)
-    return [*_depth_charts(runs)] + [_make_chart(runs, together) for together in shared.values()]
+    return [*_depth_charts(runs, curves)] + [_make_chart(runs, together) for together in shared.values()]
 
 
 def _make_chart(runs: Sequence[RunRecord], keys: list[str]) -> Chart:
@@ -171,9 +174,8 @@ def _numbers(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.8g}") for value in values]
 
 
-def _depth_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+def _depth_charts(runs: Sequence[RunRecord], every: Sequence[Mapping[str, DepthCurve]]) -> Iterator[Chart]:
     """What carrying is worth: a chart of each set of the last evaluations, with all runs."""
-    every = [last_curves(run)[1] for run in runs]
     for name in dict.fromkeys(name for curves in every for name in curves):
         traces, notes = list[Json](), list[str]()
         for number, (run, curves) in enumerate(zip(runs, every, strict=True)):

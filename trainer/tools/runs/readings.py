@@ -156,16 +156,19 @@ def curves_of(metrics: Mapping[str, float]) -> dict[str, DepthCurve]:
 
 def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
     """(number of evaluations, each set's curve in the last one, if all its gains are finite)."""
-    columns = {key: run.column(key) for key in run.keys if is_by_depth(key)}
+    columns = {key: run.column(key) for key in run.keys if depth_set(key) is not None}
     number = max((len(steps) for steps, _ in columns.values()), default=0)
     last = max([*run.evals.steps[-1:], *(steps[-1] for steps, _ in columns.values())], default=0)
     curves = curves_of({key: values[-1] for key, (steps, values) in columns.items() if steps[-1] == last})
     return number, {name: curve for name, curve in curves.items() if curve.is_known}
 
 
-def is_by_depth(key: str) -> bool:
-    """Whether it is one of these numbers, or its error."""
-    return _KEY.fullmatch(key.removesuffix("_se")) is not None
+def depth_set(key: str) -> str | None:
+    """The set of which it is one of these numbers, or its error; None: it is none."""
+    match = _KEY.fullmatch(key.removesuffix("_se"))
+    if match is None:
+        return None
+    return match[1] or ""
 
 
 def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None:

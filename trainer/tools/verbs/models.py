@@ -111,7 +111,7 @@ def evaluate(
     with uncollected():
         from trainer.distributed.env import pick_device
         from trainer.tools.offline import evaluate_checkpoint
-        from trainer.tools.runs.readings import curves_of, in_words, is_by_depth, number_text
+        from trainer.tools.runs.readings import curves_of, depth_set, in_words, number_text
 
     at, metrics = evaluate_checkpoint(
         run_dir,
@@ -129,7 +129,7 @@ def evaluate(
     heading = run_dir if at is None else f"{run_dir}, step {at:,}"
     echo(heading + ", averaged weights" * ema)
     for key, value in metrics.items():
-        if not is_by_depth(key):
+        if depth_set(key) is None:
             echo(f"{key} {number_text(value, 5)}")
     for name, curve in curves_of(metrics).items():
         echo(f"{name or 'held-out documents'}: {in_words(curve, 0)}")
