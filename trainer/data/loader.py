@@ -26,6 +26,7 @@ from trainer.errors import UserError
 from trainer.metrics.best_effort import BestEffort
 from trainer.metrics.logger import get_logger
 from trainer.on_device import move_together
+from trainer.wording import short_repr
 
 CARRY_KEYS = ("group_ids", "cell_index", "is_last")
 OPTIONAL_CARRY_KEYS = ("end_ids", "end_cell_index", "depth")
@@ -239,7 +240,10 @@ class Loader:
         self._num_loaded += 1
         state = self._state_dict()
         metrics = self._guard.run(self._drain)
-        if metrics is None:  # not known, which is not 0
+        if not isinstance(metrics, Mapping):  # not known, which is not 0
+            if metrics is not None:
+                text = f"drain_step_metrics() gave {short_repr(metrics)}, no mapping"
+                self._guard.fail(TypeError(text))
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
         targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.
