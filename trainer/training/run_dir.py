@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.load import flatten, to_toml
+from trainer.config.load import flatten, load_config, to_toml
 from trainer.config.schema import RunConfig
 from trainer.distributed.env import RankInfo, from_main_rank, raise_on_all_ranks
 from trainer.errors import UserError
@@ -231,16 +231,23 @@ def choose_run_dir(
 
 
 def refuse_taken(given: str, resume: str) -> None:
-    """Refuse a directory with another program's record, or a run not to be resumed.
+    """Refuse a directory with another program's record, or a run not to be resumed: by `off`, or a
+    checkpoint that is neither its own nor what its last launch was to continue.
 
     A run that logged and saved nothing may be begun anew in its directory.
     """
     run = RunDir(Path(given))
-    held, fix = "", "name another directory"
+    held, fix, continues = "", "name another directory", resume == "auto"
+    if resume not in ("auto", "off"):
+        with suppress(UserError):  # the same command again, such as by torchrun
+            continues = load_config(run.resolved_config).checkpoint.resume == resume
+        if not continues:
+            refuse_absent(resume)
+            continues = run.checkpoints.resolve() in Path(resume).resolve().parents
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
     is_running = run.status().get("state") == "running"  # it may have just begun
-    if resume == "off" and (has_rows or is_running or run.has_saved()):
-        held, fix = "a run already", f"add --resume auto, or {fix}"
+    if not continues and (has_rows or is_running or run.has_saved()):
+        held, fix = "a run already", f"continue it with --resume auto, or {fix}"
     elif has_rows and not run.resolved_config.exists() and not run.has_saved():
         held = "a metrics.jsonl that is not of a run of this program"
     if held:

@@ -140,7 +140,7 @@ def test_a_finished_run_is_not_overwritten_and_goes_on_with_its_settings_by_the_
     before = metrics.read_bytes()
     again = run(*same)
     assert again.returncode == 2
-    assert "holds a run already; add --resume auto" in again.stderr
+    assert "holds a run already; continue it with --resume auto" in again.stderr
     done = run(*same, "--resume", "auto")
     assert done.returncode == 0
     assert "the run is at step 2, train.steps = 2" in done.stderr

@@ -135,16 +135,19 @@ def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
 
 @pytest.mark.parametrize(("rows", "step"), [(0, None), (1, None), (0, 5)])
 def test_a_directory_is_used_again_only_if_its_run_left_no_row_and_no_checkpoint(config, tmp_path, rows, step):
-    run = RunDir(tmp_path / "run")
+    run, other = RunDir(tmp_path / "run"), make_checkpoint(tmp_path / "other" / "checkpoints", 5)
     run.create()
     run.metrics.write_text(rows * (encode_payload(build_payload("train", 1, {"loss": 1.0})) + "\n"))
     if step is not None:
         make_checkpoint(run.checkpoints, step)
-    if not rows and step is None:
-        assert choose_run_dir(config, str(run.path), "off").path == run.path
-        return
-    with pytest.raises(UserError, match="holds a run already; add --resume auto"):
-        choose_run_dir(config, str(run.path), "off")
+        own = str(run.path / ".." / "run" / "checkpoints" / "latest")
+        assert choose_run_dir(config, str(run.path), own).path == run.path
+    for resume in ("off", str(other)):
+        if rows or step is not None:
+            with pytest.raises(UserError, match="holds a run already; continue it with --resume auto"):
+                choose_run_dir(config, str(run.path), resume)
+        else:
+            assert choose_run_dir(config, str(run.path), resume).path == run.path
 
 
 def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path):
@@ -217,12 +220,8 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, is_over):
         sink.append("{}")
         write_lock(run.path, {"is_over": is_over})
         before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-        for write in (
-            partial(sink.append, "{}"),
-            partial(events.write, {"event": "x"}),
-            partial(run.write_status, "done", reason="", step=2),
-            run.create,
-        ):
+        ended = partial(run.write_status, "done", reason="", step=2)
+        for write in (partial(sink.append, "{}"), partial(events.write, {"event": "x"}), ended, run.create):
             with pytest.raises((OSError, UserError), match="process 1 on elsewhere has taken over this run"):
                 write()
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
