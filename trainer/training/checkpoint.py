@@ -93,7 +93,9 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> Path:
     path. Otherwise `auto` would later continue from the abandoned branch.
     """
     found, abandoned = found.resolve(), checkpoints / "abandoned"
-    comes_back = found.parent == abandoned.resolve()
+    comes_back, meanwhile = found.parent == abandoned.resolve(), checkpoints / f"step_00{step:08d}"
+    if comes_back:  # a name of that step here, so that a kill does not leave `auto` without one
+        replace_link(meanwhile, f"abandoned/{found.name}")
     for path in _newest_first(checkpoints.glob("step_*")):
         if path.resolve() == found or (step_of(path) < step and not comes_back):
             continue
@@ -105,6 +107,7 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> Path:
     if comes_back:
         former, found = found, found.rename(checkpoints.resolve() / checkpoint_name(step))
         replace_link(former, f"../{found.name}")  # for a restart by the same command
+        meanwhile.unlink()
     for path in complete_checkpoints(checkpoints)[:1]:
         replace_link(checkpoints / LATEST, path.name)
     return found

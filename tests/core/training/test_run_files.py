@@ -42,13 +42,18 @@ def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
+def killed(monkeypatch, function, *arguments):
+    """Call a function, and end it when it renames for the second time."""
+    renames = iter([Path.rename])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *names: next(renames)(*names))
+        with pytest.raises(StopIteration):
+            function(*arguments)
+
+
 def test_a_kill_while_a_step_is_saved_again_costs_no_checkpoint(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, 5)
-    renames = iter([Path.rename])
-    with monkeypatch.context() as killed:
-        killed.setattr(Path, "rename", lambda *names: next(renames)(*names))
-        with pytest.raises(StopIteration):
-            make_checkpoint(tmp_path, 5)
+    killed(monkeypatch, make_checkpoint, tmp_path, 5)
     files.discard_staging(tmp_path)
     assert files.find(tmp_path, "auto") is not None
     assert [make_checkpoint(tmp_path, 5)] == files.complete_checkpoints(tmp_path)
@@ -152,14 +157,9 @@ def test_a_directory_is_used_again_only_if_its_run_left_no_row_and_no_checkpoint
 
 def test_auto_goes_on_in_the_newest_unfinished_run_of_the_name(config, tmp_path):
     runs = tmp_path / "runs"
-    for name, state in [
-        ("tiny-20260101-000000", "running"),
-        ("tiny-20260102-000000", "stopped"),
-        ("tiny-20260103-000000", "done"),
-        ("tiny-other-20260104-000000", "running"),
-        ("tiny-9-20261120-000000", "running"),
-    ]:
-        run = RunDir(runs / name)
+    states = {"tiny-20260101": "running", "tiny-20260102": "stopped", "tiny-20260103": "done"}
+    for name, state in (states | {"tiny-other-20260104": "running", "tiny-9-20261120": "running"}).items():
+        run = RunDir(runs / f"{name}-000000")
         make_checkpoint(run.checkpoints, 5)
         run.write_status(state, reason="", step=5)
     (runs / "tiny-20260105-000000").mkdir()  # it has not saved yet, and torchrun restarts it alone
@@ -176,9 +176,7 @@ def test_changed_keys_are_named_and_breaking_ones_refused(config, tmp_path, capl
     check_config(ranks[0].model_dump(mode="json"), ranks[1])  # the same tokens on twice the ranks
     assert not caplog.records
     check_config({**saved, "optimizer": {**saved["optimizer"], "lr": 5.0}, "run": {**saved["run"], "dir": "x"}}, config)
-    assert [record.getMessage() for record in caplog.records] == [
-        "resuming with another config: optimizer.lr: 5.0 -> 0.001"
-    ]
+    assert caplog.messages == ["resuming with another config: optimizer.lr: 5.0 -> 0.001"]
     # A key that is gone since then is named, and refuses nothing.
     check_config({**saved, "ledger": {**saved["ledger"], "index": "auto"}}, config)
     assert "ledger.index" in caplog.records[-1].getMessage()
@@ -227,7 +225,7 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path, is_over):
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
 
 
-def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path):
+def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_it(tmp_path, monkeypatch):
     for step in (5, 10, 15):
         make_checkpoint(tmp_path, step)
     own = tmp_path / "step_00000005"
@@ -235,7 +233,10 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     assert files.find(tmp_path, "auto")[0] == own
     assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
     # Back to a branch that was abandoned: no checkpoint here is of it, also none of an earlier step.
+    killed(monkeypatch, files.set_aside_after, tmp_path, 10, tmp_path / "abandoned" / "step_00000010")
+    assert files.find(tmp_path, "auto")[1]["step"] == 10
     back = files.set_aside_after(tmp_path, 10, tmp_path / "abandoned" / "step_00000010")
+    assert files.complete_checkpoints(tmp_path) == [back]
     for resume in ("auto", str(tmp_path / "abandoned" / "step_00000010")):  # the second: by the same command again
         assert files.find(tmp_path, resume) == (back, files.verify(tmp_path / "step_00000010"))
     make_checkpoint(tmp_path, 15)
