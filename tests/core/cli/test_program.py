@@ -25,6 +25,7 @@ from trainer.tools import launcher
         (["--steps", "0", "--config", "x.toml"], "Invalid value for '--steps': "),
         (["--nproc", "2", "--config", ""], "--config: is required"),
         (["--run-dir", "", "--config", "x.toml"], "--run-dir: it is empty"),
+        (["init", "data", "--out", "", "--force"], "--out: it is empty"),
         (["data", "build", "--a.b", "1"], "train data build: No such option: --a.b"),
         (["chekc"], "No such command 'chekc'. Did you mean 'check'? (see train --help)"),
     ],

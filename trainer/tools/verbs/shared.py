@@ -15,11 +15,11 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
 
 from trainer.cli.terminal import echo
 from trainer.errors import UserError
-from trainer.files import write_file
+from trainer.files import parse_count, write_file
 from trainer.wording import printable_lines
 
 TRUST_HELP = "Import the code that the run's config names: your own, or of somebody you trust."
@@ -32,7 +32,7 @@ RunDirArgument = Annotated[str, Argument(help="A run directory.", metavar="RUN_D
 RunArgument = Annotated[str, Argument(help="A run directory, or a metrics.jsonl.", metavar="RUN_DIR")]
 RunsArgument = Annotated[list[str], Argument(help="Run directories, or metrics.jsonl files.", metavar="RUN_DIR...")]
 STEP_HELP = "Step of the checkpoint; best: that of checkpoint.keep_best; default: the latest."
-_STEP = Option("--step", metavar="N|best", help=STEP_HELP, parser=lambda at: at if at == "best" else int(at))
+_STEP = Option("--step", metavar="N|best", help=STEP_HELP, parser=lambda at: parse_count(at) or at)
 StepOption = Annotated[Any, _STEP]
 EmaOption = Annotated[bool, Option("--ema", help="The averaged weights of a run with train.ema.")]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where the model is.")]
@@ -105,7 +105,9 @@ def writing(where: str) -> Iterator[None]:
 
 
 def refuse_existing(out: str, *, force: bool) -> None:
-    """Refuse to replace a file or directory without `--force`."""
+    """Refuse to replace a file or directory without `--force`, and an empty `--out`."""
+    if not out:  # of a shell's variable that is not set
+        raise BadParameter("it is empty", param_hint="--out")
     if os.path.exists(out) and not force:
         raise UserError(out, "exists already", "name another file, or add --force")
 
