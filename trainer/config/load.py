@@ -54,7 +54,7 @@ def _leaves(tables: Sequence[SourceTable], file: Path, *including: Path) -> Iter
             yield table
             continue
         included = file.parent / table.include
-        _read(included)  # a link to itself is refused, and cannot be resolved
+        _read(included, str(file))  # a link to itself is refused, and cannot be resolved
         if included.resolve() in including:
             problem = f"{table.include} includes itself"
             raise UserError(f"{table.name}.include", problem, "break the circle", where=str(file))
@@ -182,12 +182,12 @@ def _keys(dotted: str) -> KeyPath:
     return tuple(part.strip(" \t\"'") for part in dotted.split("."))
 
 
-def _read(path: str | Path) -> str:
+def _read(path: str | Path, included_by: str = "") -> str:
     try:
         data = read_bytes(Path(path))
     except (OSError, ValueError) as error:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise UserError(str(path), problem, "check the path") from None
+        raise UserError(str(path), problem, "check the path", where=included_by) from None
     try:
         return data.decode("utf-8-sig")  # some editors begin with a byte order mark
     except UnicodeDecodeError as error:

@@ -67,11 +67,8 @@ def test_weights_multiply_on_the_way_down_and_paths_are_relative_to_the_file_tha
             {"a": source("inner", f'root = "corpus"\nweight = {SCHEDULE}', "source")},
             "outer.inner.weight: is a schedule, and so is the weight of outer above it",
         ),
-        (
-            source("outer", 'include = "sets/a.toml"'),
-            {"a": source("inner", 'include = "a.toml"', "source")},
-            "a.toml includes itself",
-        ),
+        (source("o", 'include = "sets/a.toml"'), {"a": source("i", 'include = "a.toml"', "source")}, "includes itself"),
+        (source("a", 'include = "b.toml"'), {}, "^x.toml: b.toml: cannot be read: No such file or directory; check"),
         (source("a", 'root = "nowhere"'), {}, "make it .train data build pytext --out nowhere"),
         (source("a", 'root = "corpus"\nmodalities = ["c"]'), {}, "has no modality 'c'"),
         (source("a", 'paths = ["corpus/*.txt"]'), {}, "has no stream files"),
