@@ -207,13 +207,17 @@ def choose_run_dir(
 
     `given` (--run-dir) wins. Otherwise `resume = auto` takes the newest run of this name that has a
     checkpoint and is not done, and a checkpoint's path the run that it belongs to. Otherwise it is
-    a new one, named by the time; if torchrun `is_restarted`, no run but the newest is continued.
+    a new one, named by the time. If torchrun `is_restarted`, no run but the newest is continued.
 
     A UserError if there is no such checkpoint, or if the directory is refused, see `refuse_taken`.
     """
     if given is not None:
+        run = RunDir(Path(given))
+        before = run.resolved_config
+        if is_restarted and before.exists() and before.read_bytes() != to_toml(config).encode():
+            resume = "off"  # it is another run's, for which the first attempt was refused
         refuse_taken(given, resume)
-        return RunDir(Path(given))
+        return run
     parent = Path(config.run.dir)
     if resume == "auto":
         # Date, time, and a number if two runs began in the same second.

@@ -142,6 +142,7 @@ def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
 def test_a_directory_is_used_again_only_if_its_run_left_no_row_and_no_checkpoint(config, tmp_path, rows, step):
     run, other = RunDir(tmp_path / "run"), make_checkpoint(tmp_path / "other" / "checkpoints", 5)
     run.create()
+    run.resolved_config.write_text("[train]")  # of another config
     run.metrics.write_text(rows * (encode_payload(build_payload("train", 1, {"loss": 1.0})) + "\n"))
     if step is not None:
         make_checkpoint(run.checkpoints, step)
@@ -149,8 +150,9 @@ def test_a_directory_is_used_again_only_if_its_run_left_no_row_and_no_checkpoint
         assert choose_run_dir(config, str(run.path), own).path == run.path
     for resume in ("off", str(other)):
         if rows or step is not None:
-            with pytest.raises(UserError, match="holds a run already; continue it with --resume auto"):
-                choose_run_dir(config, str(run.path), resume)
+            for restarted in (False, resume == "off"):  # by torchrun, after the first attempt was refused
+                with pytest.raises(UserError, match="holds a run already; continue it with --resume auto"):
+                    choose_run_dir(config, str(run.path), resume, is_restarted=restarted)
         else:
             assert choose_run_dir(config, str(run.path), resume).path == run.path
 
