@@ -92,6 +92,13 @@ def _diagnosed(path: Path | str, label: str = "", **how: bool) -> Diagnosis:
     return apply_rules(replace(load_run(path, **how), label=label))
 
 
+def _each_diagnosed(paths: Sequence[str]) -> list[Diagnosis]:
+    """The diagnoses of runs, each once however it is named; several have their paths as labels."""
+    named = {os.path.realpath(path).removesuffix("/metrics.jsonl"): path for path in paths}
+    many = len(named) > 1
+    return [_diagnosed(path, path * many, is_one_of_many=many) for path in named.values()]
+
+
 def entry_of(path: Path, *, now: float) -> RunEntry:
     """The entry of one run; one without numbers, or with a damaged record, has an entry too."""
     diagnosis = _diagnosed(path, is_one_of_many=True)
@@ -212,9 +219,7 @@ def report(
         from trainer.tools.report.page import render_page
     except ModuleNotFoundError as error:
         raise UserError(str(error.name), "is needed and not installed", "run: pip install '.[report]'") from None
-    many = len(runs) > 1
-    # The paths tell several runs apart.
-    diagnoses = [_diagnosed(path, path * many, is_one_of_many=many) for path in runs]
+    diagnoses = _each_diagnosed(runs)
     refuse_existing(out, force=force)
     put_text(render_page(diagnoses), out)
 
@@ -223,7 +228,7 @@ def compare(paths: shared.RunsArgument, as_json: shared.JsonOption = False) -> N
     """Compare the settings, results and verdicts of runs side by side."""
     from trainer.tools.report.run_summary import config_differences, over_seeds, summaries, value_text
 
-    diagnoses = [_diagnosed(path, path, is_one_of_many=True) for path in dict.fromkeys(paths)]
+    diagnoses = _each_diagnosed(paths)
     if len(diagnoses) < 2:
         raise UserError("train compare", "needs at least two runs, got one", "train compare RUN_DIR RUN_DIR")
     runs = [each.run for each in diagnoses]
