@@ -7,6 +7,7 @@ of verbs import nothing slow (torch, numpy, pydantic) at the top: `train --help`
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import io
 import json
@@ -138,10 +139,14 @@ def main() -> None:
         code = app(args=_with_settings(sys.argv[1:]), prog_name="train", standalone_mode=False)
     except UserError as error:
         _refuse(error.message)
-    except BrokenPipeError:
-        # Whoever read our stdout is gone. Python flushes it once more at exit, which must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Python flushes stdout once more at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno == errno.EPIPE:  # whoever read it is gone
+            sys.exit(1)
+        _refuse(f"cannot write: {error.strerror}")
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # 128 + SIGINT, as of a process that the signal ends
     except Exception as error:

@@ -92,12 +92,12 @@ def test_json_that_is_asked_for_is_printed_also_where_there_is_no_run(
     assert json.loads(done.stdout, parse_constant=pytest.fail)
 
 
-def test_a_refusal_as_json_that_nobody_reads_is_still_said(tmp_path, monkeypatch, capsys) -> None:
-    replaced: list[int] = []
-    monkeypatch.setattr(os, "dup2", lambda _, to: replaced.append(to))
-    monkeypatch.setattr("trainer.cli.terminal.typer.echo", Mock(side_effect=BrokenPipeError))
-    assert "train ls DIR lists them" in program(["diagnose", tmp_path, "--json"], capsys).mistake
-    assert replaced == [1], "which Python would flush at its end"
+def test_a_mistake_and_that_stdout_is_full_are_said_where_stdout_is_full(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(os, "dup2", replaced := Mock())
+    monkeypatch.setattr("trainer.cli.terminal.typer.echo", Mock(side_effect=OSError(28, "full")))
+    mistake, full = (program(line, capsys).mistake for line in (["diagnose", tmp_path, "--json"], ["--version"]))
+    assert ("train ls DIR lists them" in mistake, full) == (True, "cannot write: full\n")
+    assert [call.args[1] for call in replaced.mock_calls] == [1, 1], "which Python would flush at its end"
 
 
 EVALUATION = '{"schema_version":1,"mode":"eval","global_step":5,"metrics":{"eval_loss":1.0}}\n'
