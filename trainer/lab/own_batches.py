@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +33,8 @@ from trainer.metrics.best_effort import BestEffort, as_number, checked
 from trainer.on_device import to_device
 from trainer.training import need
 from trainer.training.evaluator import ALL, EvalSet, Evaluator
+from trainer.training.plan import Plan, Source
 from trainer.wording import counted
-
-if TYPE_CHECKING:
-    from trainer.training.plan import Plan, Source
 
 IDS = ("tokens", "targets")
 ENDS = OPTIONAL_CARRY_KEYS[:2]
@@ -256,9 +254,8 @@ class OwnTask:
 
     def __init__(self, plan: Plan, model: nn.Module, guard: BestEffort) -> None:
         table = plan.config.eval
-        self._function = resolve_target(table.target or "", "eval.target")
-        given = dict.fromkeys(("step", "device", "rank", "world_size"))  # by each call
-        self._given = with_own({**given, "model": model, "tokenizer": plan.tokenizer}, table.args, "eval.args")
+        self._function = partial(resolve_target(table.target or "", "eval.target"), **table.args)
+        self._given = {"model": model, "tokenizer": plan.tokenizer}
         self.guard, self._is_off = guard, False  # off: the same on all ranks
 
     def __call__(self, evaluator: Evaluator, step: int, taken: Set[str]) -> dict[str, float]:

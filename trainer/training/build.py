@@ -42,7 +42,7 @@ from trainer.on_device import memory_of
 from trainer.options import MicroBatches
 from trainer.training import need
 from trainer.training.optimizer import build_optimizer
-from trainer.training.plan import Plan, Source, build_model, own_loss, width_of
+from trainer.training.plan import Plan, Source, build_model, own_function, width_of
 from trainer.training.train_state import DataShard, TrainState
 from trainer.wording import counted
 
@@ -118,7 +118,7 @@ def model_and_loss(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     table, own = plan.config.objective, None
     if table.target is not None:
         with users_code("objective.target"):
-            own = own_loss(table.target, table.args)()
+            own = own_function("objective", table.target, table.args)()
             trained = own.to(device).parameters() if isinstance(own, nn.Module) else ()
             if any(each.requires_grad for each in trained):
                 name = type(own).__name__

@@ -123,9 +123,10 @@ def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) ->
     make_schedule(config, Length.of(config, facts.tokens_per_micro))
     _check_tokens(config, tokenizer)
     if config.eval.target is not None:
-        resolve_target(config.eval.target, "eval.target")
+        given = ("model", "tokenizer", "step", "device", "rank", "world_size")
+        own_function("eval", config.eval.target, config.eval.args, given)
     if config.objective.target is not None:
-        own_loss(config.objective.target, config.objective.args)
+        own_function("objective", config.objective.target, config.objective.args)
     plan = Plan(config, sources, tokenizer, facts, eval_sources, parts)
     if parts.messages is not None:
         parts.messages.planned(plan)
@@ -316,10 +317,12 @@ def build_model(
     return built
 
 
-def own_loss(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-    """What makes a loss of the user's own, with its arguments. A UserError if it takes others."""
-    function = resolve_target(target, "objective.target")
-    refuse_arguments(function, target, args, key="objective.target")
+def own_function(table: str, target: str, args: Mapping[str, Any], given: Sequence[str] = ()) -> Callable[..., Any]:
+    """A function of the user's own, with its `args`; each call gives it those `given`, too. A
+    UserError if it takes others."""
+    function = resolve_target(target, f"{table}.target")
+    called = with_own(dict.fromkeys(given), args, f"{table}.args")
+    refuse_arguments(function, target, called, key=f"{table}.target")
     return partial(function, **args)
 
 
