@@ -65,11 +65,13 @@ def find_files(pattern: str) -> list[str]:
 
 def _fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
     """Whether the parts of a path are those of a glob, in which `**` is any number of them."""
-    if not wanted or not parts:
-        return not parts and not wanted
-    if wanted[0] == "**":
-        return _fits(parts, wanted[1:]) or _fits(parts[1:], wanted)
-    return fnmatchcase(parts[0], wanted[0]) and _fits(parts[1:], wanted[1:])
+    ends = {0}  # how many parts the names so far may be
+    for name in wanted:
+        if name == "**":
+            ends = {later for end in ends for later in range(end, len(parts) + 1)}
+        else:
+            ends = {end + 1 for end in ends - {len(parts)} if fnmatchcase(parts[end], name)}
+    return len(parts) in ends
 
 
 def _is_file(path: str) -> bool:

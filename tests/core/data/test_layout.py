@@ -59,7 +59,8 @@ def test_nested_streams_are_sorted_and_labelled_by_their_first_directory(root, t
 
 def test_direct_streams_take_their_parent_directory_as_modality(root):
     (root / "a" / "x.csv").touch()
-    streams = discover_direct([str(root / "b" / "**"), str(root / "a" / "x.csv"), str(root / "b" / "z.txt")])
+    os.renames(root / "a" / "manifest.json", root.joinpath("b", *"d" * 24, "y.csv"))  # deep: not tried in all ways
+    streams = discover_direct([f"{root}/b/{'**/' * 12}*.[tj]*", str(root / "a" / "x.csv"), str(root / "b" / "z.txt")])
     assert [(Path(s.path).name, s.modality) for s in streams] == [("x.csv", "a"), ("a.jsonl", "deep"), ("z.txt", "b")]
 
 
