@@ -29,6 +29,8 @@ Names = tuple[str, ...]
 KeyPath = tuple[str | int, ...]  # with indices in arrays of tables: ("data", "source", 0, "name")
 _HEADER = re.compile(r"\s*(\[\[?)([^\[\],]+)\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([\w.\"' -]+?)\s*=")
+# Quotes in a comment, or in a string of the other kind, begin none.
+_STRING = re.compile(r"""#.*|"{3}(?:\\[\s\S]|[^\\])*?"{3,5}|'{3}[\s\S]*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'""")
 # These name a run, so they always differ.
 _NAMES_OF_THE_RUN: Final = ("run.name", "run.dir", "checkpoint.resume")
 _RECORDED: Final = ("python", "platform", "packages", "world_size", "cpu_count", "threads", "devices", "data")
@@ -154,7 +156,8 @@ class _Source:
 
 def line_of(text: str, key: KeyPath) -> int | None:
     """The line, from 1, of `key` or of the nearest table around it; None: the text has neither."""
-    # A string of several lines may look like either.
+    # Without what may look like either: further lines of a string.
+    text = _STRING.sub(lambda found: re.sub("\n.*", "\n", found[0]), text)
     counts: Counter[KeyPath] = Counter()
     table: KeyPath = ()
     most, line = 0, None

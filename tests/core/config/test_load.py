@@ -135,9 +135,9 @@ def test_a_mistake_names_the_line_of_its_key_or_of_the_table_around_it(tmp_path)
 
 
 def test_a_key_that_is_written_in_another_form_is_found_too():
-    text = "[a]\nb.c = 1 # [x]\n'd e' = { f = 1 }\n[[a.g]]\n[[a.g]]\nh = 1\n[a.g.i]\nj = 1\n"
+    text = "[a]\nb.c = 1 # [x] '''\n'd e' = { f = 1 }\n[[a.g]]\n[[a.g]]\nh = '''\n[k]\nj = 1'''\n[a.g.i]\nj = 1\n"
     keys = [("a",), ("a", "b", "c"), ("a", "d e", "f"), ("a", "g", 1), ("a", "g", 1, "h"), ("a", "g", 1, "i", "j")]
-    assert [line_of(text, key) for key in keys] == [1, 2, 3, 5, 6, 8]
+    assert [line_of(text, key) for key in keys] == [1, 2, 3, 5, 6, 10]
     assert line_of(text, ("k",)) is None
 
 
