@@ -150,9 +150,12 @@ def _nothing_found(where: object, unread: Collection[str], fix: str = "") -> Not
 
 
 def modalities_of(root: Path) -> dict[str, Path]:
-    """The directories in a root, but for `IGNORED` ones, by printable name."""
-    found = {printable(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
-    return {name: path for name, path in found.items() if not name.startswith(IGNORED)}
+    """The directories in a root, but for `IGNORED` ones, by printable name, which must differ."""
+    paths = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(IGNORED)]
+    found = {printable(path.name): path for path in paths}
+    if len(found) < len(paths):
+        raise damaged(root, "has two directories of one printable name", "rename one of them")
+    return found
 
 
 @dataclass(frozen=True)

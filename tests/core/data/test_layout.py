@@ -84,11 +84,12 @@ def test_a_file_has_one_name_however_its_path_is_spelled(root, monkeypatch):
 
 
 def test_what_is_not_there_is_refused(root):
-    (root / "c").mkdir()
+    os.makedirs(f"{root}/c/\n/../\\n")  # both
     (root / "c" / "x.csv").write_text("a,b")
     for asked, modalities, problem in (
         (root / "absent", None, "no such directory"),
         (root, ["d"], "has no modality 'd'"),
+        (root / "c", None, "root/c: has two directories of one printable name; rename one"),
         (root, ["c"], r"root/c: has no stream files \(it does not read 1 file: c/x.csv\)"),
         ([str(root / "*.npy")], None, "has no stream files"),
         ([str(root / "c")], None, "is a directory"),
