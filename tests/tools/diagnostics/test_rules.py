@@ -171,7 +171,7 @@ def test_healthy_rows_are_healthy_and_a_fault_is_reported_with_evidence_and_a_kn
     outcome = check(name, FAULTY[name])
     assert outcome.verdict == "finding", outcome.sentence
     assert any(evidence.steps for evidence in outcome.evidence)
-    assert name in ("ending", "straggling_rank", "model_contract") or outcome.knob is not None
+    assert name in ("cold_starts", "ending", "straggling_rank", "model_contract") or outcome.knob is not None
     assert not outcome.knob or outcome.knob.in_words or tomllib.loads(str(outcome.knob).partition(" (now ")[0])
     without = check(name, replace(FAULTY[name], config={}, environment={}))
     assert without.verdict == "finding", without.sentence
@@ -280,7 +280,6 @@ def knob_of(name: str, run: RunRecord) -> tuple[str, Any, Any] | None:
     return None if knob is None else (knob.key, knob.current, knob.suggested)
 
 
-EVICTED = {"ledger/cold_starts": [0.0, 4.0], "ledger/evictions/lru": [9.0, 0.0]}
 ONE_SEQUENCE, MANY_ROWS = ({**mixed(batch_size=rows), "train": {"micro_batches": 1}} for rows in (1, 512))
 LARGE = {**BATCH, "gns/b_big": [6000.0] * 40}
 OWN_MODEL = full_rows({"target": "mine:build"})
@@ -304,7 +303,8 @@ OWN_PICKS = replace(FAULTY["stuck_reader"], config=own_mixing(pick_mode="uniform
 
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
-    ("cold_starts", make_run(EVICTED), ("ledger.capacity", 64, 128)),
+    ("cold_starts", make_run({**LOST, "ledger/evictions/lru": [9.0, 0.0]}), None),
+    ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}), None),  # a resume has set "lru"
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}, config={}), ("ledger.wipe_mode", None, "lru")),
     ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 10)),
     ("false_evictions_lru", make_run({FALSE["lru"]: [3.0]}, config={}), ("ledger.capacity", None, "twice as many")),

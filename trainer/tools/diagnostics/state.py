@@ -74,13 +74,12 @@ def cold_starts(run: RunRecord) -> Outcome:
     if wipes.total:
         words += f"; the ledger was wiped {counted(wipes.total, 'time')}"
         evidence.append(wipes.evidence(wipes.positive))
-        knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
+        if run.setting("ledger.wipe_mode", "full") == "full":
+            knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
     elif any(restart.global_step < first for restart in run.restarts):
         words += "; the run was resumed before: does the data set continue where it was saved?"
-    elif any(series(run, key).total for key in (*EVICTIONS.values(), *FALSE_EVICTIONS.values())):
-        knob = Knob.scaled(run, "ledger.capacity", 2, "twice as many")
-    else:  # no capacity would help: the data set continues groups that it has not begun
-        words += "; nothing was evicted: the chunks before them were never stored"
+    else:  # no capacity would help
+        words += "; no false eviction explains them: were the chunks before them stored?"
     return finding(words, *evidence, knob=knob)
 
 
