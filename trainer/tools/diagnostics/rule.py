@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from trainer.tools.runs.load import RunRecord
@@ -54,7 +54,8 @@ class Series:
         """Steps and values at some indices (None: all), evenly spread if there are too many."""
         if indices is None:
             indices = range(len(self))
-        return self.at(indices[:: -(-len(indices) // MAX_EVIDENCE) or 1])
+        count, last = min(len(indices), MAX_EVIDENCE), len(indices) - 1
+        return self.at(indices[at * last // max(count - 1, 1)] for at in range(count))
 
     def to_json(self) -> dict[str, Any]:
         return {"key": self.key, "steps": self.steps.tolist(), "values": self.values.tolist()}
@@ -135,7 +136,12 @@ class Rule:
         missing = [key for key in self.needs if not run.column(key)[0]]
         if missing:
             return not_measured("; ".join(filter(None, (f"needs {' and '.join(missing)}", self.hint))))
-        return self.check(run)
+        outcome = self.check(run)
+        last = max((each.steps[-1] for each in outcome.evidence if each), default=0)
+        changed = [each.details.get("changed", ()) for each in run.restarts if each.global_step >= last]
+        if outcome.knob and any(name.startswith(outcome.knob.key) for names in changed for name in names):
+            return replace(outcome, knob=None)  # a resume has changed it since
+        return outcome
 
 
 def rule(
