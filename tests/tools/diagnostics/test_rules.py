@@ -316,9 +316,9 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("low_fill", replace(FAULTY["low_fill"], config=PADDED), ("data.align", "document", UNPADDED)),
     ("low_fill", replace(FAULTY["low_fill"], config=OWN_MODEL), ("data.mixing.batch_size", 8, 4)),
     ("low_fill", PADDED_BY_MODEL, ("data.align", "auto", UNPADDED)),
-    ("restarts", restarted(every=0), ("checkpoint.every", 0, 20)),
-    ("restarts", restarted(every=4), ("checkpoint.every", 4, 2)),
-    ("restarts", restarted(every=1), None),
+    ("restarts", restarted(every=0), ("checkpoint.every", 0, 50)),
+    ("restarts", restarted(every=80), ("checkpoint.every", 80, 50)),
+    ("restarts", restarted(every=40), None),  # it went back further than to the last checkpoint
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),

@@ -107,9 +107,10 @@ def restarts(run: RunRecord) -> Outcome:
     steps, every = sorted(starts), run.setting("checkpoint.every")
     counts = Series("restart", array("q", steps), array("d", map(starts.__getitem__, steps)))
     knob: Knob | None = None
-    # More checkpoints do not help a run that fails at one step, or saves at every step.
-    if loses_much and isinstance(every, int) and every != 1:
-        knob = Knob("checkpoint.every", every, every // 2 or max(total // 50, 1))
+    # With so many steps between checkpoints as many restarts repeat little. 0: minutes decide.
+    enough = max(int(limits.REDONE_SHARE * total) // starts.total(), 1)
+    if loses_much and isinstance(every, int) and not 0 < every <= enough:
+        knob = Knob("checkpoint.every", every, enough)
     return finding(words, counts.evidence(), knob=knob)
 
 
