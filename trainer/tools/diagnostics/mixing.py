@@ -136,7 +136,7 @@ def starved_modality(run: RunRecord) -> Outcome:
         return healthy(f"the longest wait for a stream of a modality ({name}) {chance}")
     words = f"no stream of modality {name} was opened: so long a wait {chance}; "
     words += f"first at step {worst.steps[hits[0]]}"
-    knob = Knob.scaled(run, "data.mixing.num_streams_mixed", 2, "twice as many")
+    knob = Knob("data.source", None, "a source of its own for the modality", in_words=True)
     return finding(words, worst.evidence(hits), knob=knob)
 
 
