@@ -34,7 +34,7 @@ def build_slow(vocab_size: int, dim: int, num_layers: int, *, seconds: float) ->
 
 def load_slowly(path: Path, options: Any) -> Any:
     """For `[[data.source]] format`."""
-    time.sleep(0.05)
+    time.sleep(0.1)
     return load_documents(path, ReadOptions(options.tokenizer, format="jsonl"))
 
 
@@ -46,7 +46,7 @@ device = "cpu"
 micro_batches = 2
 [data]
 seq_len = 8
-prefetch = 0  # or a machine that is busy computes longer than the slow source reads
+prefetch = 0  # or a machine that is busy hides what the slow source takes
 [data.mixing]
 batching_mode = "per_stream"
 num_streams_mixed = 1
@@ -70,7 +70,7 @@ per_source = true
 """
 
 
-# Stage: the call that takes 0.05 s longer for what is of the source `tortoise`.
+# Stage: the call that takes 0.1 s longer for what is of the source `tortoise`.
 SLOW = {
     "open": (shard_source, "open_stream", lambda stream, *_: "tortoise" in stream.path),
     "read": (collate, "check_size", lambda source: "tortoise" in source.stream.path),
@@ -89,7 +89,7 @@ def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch, stage):
         call = getattr(place, name)
 
         def called(*arguments):
-            time.sleep(0.05 * is_slow(*arguments))
+            time.sleep(0.1 * is_slow(*arguments))
             return call(*arguments)
 
         monkeypatch.setattr(place, name, called)
@@ -106,5 +106,5 @@ def test_the_slow_source_and_stage_are_named(tmp_path, monkeypatch, stage):
     assert found.knob.suggested == STAGES[stage]
     seconds = {key: math.fsum(run.column(key)[1]) for key in filter(SECONDS.fullmatch, run.keys)}
     slow = seconds.pop(f"time/{stage}/tortoise")
-    assert 0.6 < slow < 6.0  # at 0.05 s for each of the 28 batches that are of this source, of five about four
+    assert 1.2 < slow < 12.0  # at 0.1 s for each of the 28 batches that are of this source, of five about four
     assert sum(seconds.values()) < slow / 4, "no other source or stage has it"

@@ -401,7 +401,7 @@ def test_the_stage_that_took_the_time_decides_what_helps() -> None:
     assert "time/read/all took most" in first.outcome.sentence, "not what the first rows took"
     assert "fewer, larger files" in data_bound(waits, open=[0.1] * 80, read=[0.1] * 80).fix, "all stages together"
     assert data_bound(waits, read=[0.1] * 80).fix == "try data.prefetch = 4 (now 2)", "reading explains less"
-    assert data_bound(waits, prefetch=0).fix == "try data.prefetch = 2 (now 0)", "reading and training take turns"
+    assert data_bound(waits, prefetch=1, read=[0.3] * 80).fix == "try data.prefetch = 2 (now 1)", "which takes turns"
     assert data_bound([43.9, *[0.002] * 98]).outcome.verdict == "healthy", "the data was opened"
 
 

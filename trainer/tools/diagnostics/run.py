@@ -15,6 +15,7 @@ from trainer.tools.diagnostics.rule import (
     aligned,
     finding,
     healthy,
+    micro_batches,
     not_measured,
     not_yet,
     rule,
@@ -62,10 +63,11 @@ def data_bound(run: RunRecord) -> Outcome:
         return not_yet(f"needs {limits.BUSY_SECONDS:g} s of steps: {words}")
     keys = [key for stage in STAGES for key in run.train.keys if key.startswith(f"time/{stage}/")]
     stages = [series(run, key).since(waits.steps[0]) for key in keys]
-    if math.fsum(stage.total for stage in stages) < limits.EXPLAINED_WAIT * waited:
-        # Reading takes less than the waits: it takes turns with training, which reading ahead hides.
-        ahead = run.setting("data.prefetch")
-        return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, 2 * (ahead or 1)))
+    reading, step = math.fsum(stage.total for stage in stages), micro_batches(run)
+    ahead = run.setting("data.prefetch")
+    takes_turns = ahead is not None and ahead < step and reading < lasted - waited  # with computing
+    if takes_turns or reading < limits.EXPLAINED_WAIT * waited:  # which reading ahead hides
+        return finding(words, waits.evidence(), knob=Knob("data.prefetch", ahead, max(2 * (ahead or 1), step)))
     slowest = max(stages, key=lambda stage: stage.total)
     words += f"; of the stages of reading, {slowest.key} took most"
     knob = Knob("data.source", None, STAGES[slowest.key.split("/")[1]], in_words=True)
