@@ -285,6 +285,7 @@ LARGE, RAISED = {**BATCH, "gns/b_big": [6000.0] * 40}, {"changed": {"ledger.capa
 OWN_MODEL = full_rows({"target": "mine:build"})
 PADDED_BY_MODEL = replace(FAULTY["low_fill"], config=OWN_MODEL, environment={"align": "document"})
 PADDED = full_rows({"target": "mine:build"}, align="document")
+MORE_DOCUMENTS = "more and shorter documents (train check: what limits lanes)"
 UNPADDED = "stream, with a model that takes resets; or a shorter data.seq_len"
 
 
@@ -299,8 +300,6 @@ def own_mixing(**own: Any) -> dict[str, Any]:
 
 
 OWN_PICKS = replace(FAULTY["stuck_reader"], config=own_mixing(pick_mode="uniform"))
-
-
 KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**SKIPPED, "ledger/cold_starts": [0.0, 4.0]}), None),  # no capacity would have kept these
     ("cold_starts", make_run({**LOST, "ledger/evictions/lru": [9.0, 0.0]}), None),
@@ -321,6 +320,8 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("restarts", restarted(every=40), None),  # it went back further than to the last checkpoint
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
+    ("repeated_data", of_ranks(same_data(0.0), 1), ("data.source", None, "data of its own for every micro-batch")),
+    ("repeated_data", VERDICTS["finding"]["repeated_data: dependent full rows"], ("data.source", None, MORE_DOCUMENTS)),
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
     ("batch_size", make_run(LARGE, config=MANY_ROWS), ("data.mixing.batch_size", 512, 51)),
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
@@ -338,8 +339,7 @@ def test_a_finding_suggests_what_would_help_and_nothing_otherwise(name, run, kno
 def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: float, error: float) -> None:
     rows = {**GNS, **same_data(value, error)}
     own = check("repeated_data", make_run(rows, config={}, environment={}))
-    expected = ("finding", "warning") if value - 3 * error > 2 else ("healthy", None)
-    assert (own.verdict, own.severity) == expected
+    assert (own.verdict, own.severity) == (("finding", "warning") if value - 3 * error > 2 else ("healthy", None))
     assert check("repeated_data", of_ranks(rows, 2)).verdict == "healthy"
 
 

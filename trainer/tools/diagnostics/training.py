@@ -42,7 +42,7 @@ def repeated_data(run: RunRecord) -> Outcome:
     if not noise:
         return not_yet("no row has a noise scale yet")
     last = noise.steps[-1]
-    other_data = Knob("data.source", None, "a part of its own for every rank", in_words=True)
+    other_data = Knob("data.source", None, "data of its own for every micro-batch", in_words=True)
     if noise.values[-1] == signal.values[-1] == 0.0:
         return not_measured("the gradient is 0")
     words = f"(noise {number_text(noise.values[-1])} at step {last:,})"
@@ -72,8 +72,7 @@ def repeated_data(run: RunRecord) -> Outcome:
     is_own = any("target" in table for table in run.setting("data.source", []))
     if abs(value - 1.0) > within and has_full_rows(run) and not is_own:
         words += ": the rows of a step are not independent, and the noise scale is wrong"
-        spread, what = run.setting("data.mixing.spread"), "larger, or more and shorter documents"
-        knob = Knob("data.mixing.spread", spread, what, in_words=True)
+        knob = Knob("data.source", None, "more and shorter documents (train check: what limits lanes)", in_words=True)
         return finding(words, evidence, severity="warning", knob=knob)
     # The trainer measures before it clips, and repeats nothing: only other loops can do this.
     if value - within > limits.TOO_DIFFERENT and not run.config:
