@@ -325,6 +325,8 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("batch_size", make_run(BATCH, config=ONE_SEQUENCE), None),
     ("batch_size", make_run(LARGE, config=MANY_ROWS), ("data.mixing.batch_size", 512, 51)),
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
+    ("non_finite", losses(math.nan, 2.0), None),  # with the first weights
+    ("refused_rows", make_run({"ledger/refused_rows": [1.0, 1.0]}), None),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9, "blend/longest_share": [0.0] * 9}), None),
 ]
 

@@ -86,9 +86,9 @@ class Knob:
         return f"{self.key} = {json.dumps(self.suggested)}{now}"
 
 
-def lower_lr(run: RunRecord) -> Knob:
-    """Half the learning rate."""
-    return Knob.scaled(run, "optimizer.lr", 0.5, "half of it")
+def lower_lr(run: RunRecord, since: int = 2) -> Knob | None:
+    """Half the learning rate; None for what began at step 1, before it had changed a weight."""
+    return Knob.scaled(run, "optimizer.lr", 0.5, "half of it") if since > 1 else None
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def refused_rows(run: RunRecord) -> Outcome:
     first = refused.steps[refused.positive[0]]
     words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, "
     words += f"first logged at step {first}"
-    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run))
+    return finding(words, refused.evidence(refused.positive), knob=lower_lr(run, first))
 
 
 # ---- The loss against depth

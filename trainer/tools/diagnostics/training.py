@@ -151,10 +151,11 @@ def non_finite(run: RunRecord) -> Outcome:
     what = f"the loss or the gradient of {counted(rejected.total, 'step')} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
-    words = f"{what}, first logged at step {min(evidence.steps[0] for evidence in shown)}"
+    first = min(evidence.steps[0] for evidence in shown)
+    words = f"{what}, first logged at step {first}"
     if run.config and rejected.total:  # other loops write no events
         words += "; events.jsonl names the batches"
-    return finding(words, *shown, knob=lower_lr(run))
+    return finding(words, *shown, knob=lower_lr(run, first))
 
 
 @rule("warning", needs=[LOSS])
