@@ -255,7 +255,7 @@ VERDICTS: Mapping[str, Mapping[str, RunRecord]] = {
     "not_measured": {
         "uneven_slices: full rows": replace(FAULTY["uneven_slices"], config=full_rows()),
         "exhaust_churn: full rows": replace(FAULTY["exhaust_churn"], config=full_rows()),
-        "low_fill: data of the user's own": changed("low_fill", data={"source": [{"target": "mine:data"}]}),
+        "low_fill: data of the user's own": changed("low_fill", data={"source": [{"target": "mine:data"}, {}]}),
         "repeated_data: ranks without a measure": of_ranks(same_data(None), 2),
         "repeated_data: a measure of before": of_ranks({**same_data(0.0), "gns/consistency": [0.0] * 9}, 2),
         "repeated_data: no gradient": of_ranks({**same_data(None, noise=0.0), "gns/grad_sq": [0.0] * 40}, 1),
@@ -286,12 +286,8 @@ OWN_MODEL = full_rows({"target": "mine:build"})
 PADDED_BY_MODEL = replace(FAULTY["low_fill"], config=OWN_MODEL, environment={"align": "document"})
 PADDED = full_rows({"target": "mine:build"}, align="document")
 MORE_DOCUMENTS = "more and shorter documents (train check: what limits lanes)"
+LONGER = "longer streams: merge files"
 UNPADDED = "stream, with a model that takes resets; or a shorter data.seq_len"
-
-
-def restarted(every: int) -> RunRecord:
-    config = {**CONFIG, "checkpoint": {"every": every}}
-    return make_run({"loss": [1.0] * 1000}, restarts=[Restart(50)], steps_redone=60, config=config)
 
 
 def own_mixing(**own: Any) -> dict[str, Any]:
@@ -315,9 +311,9 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), ("data.mixing.batch_size", 8, 4)),
     ("low_fill", replace(FAULTY["low_fill"], config=PADDED), ("data.align", "document", UNPADDED)),
     ("low_fill", PADDED_BY_MODEL, ("data.align", "auto", UNPADDED)),
-    ("restarts", restarted(every=0), ("checkpoint.every", 0, 50)),
-    ("restarts", restarted(every=80), ("checkpoint.every", 80, 50)),
-    ("restarts", restarted(every=40), None),  # it went back further than to the last checkpoint
+    ("restarts", changed("restarts", checkpoint={"every": 0}), ("checkpoint.every", 0, 5)),
+    ("restarts", changed("restarts", checkpoint={"every": 8}), ("checkpoint.every", 8, 5)),
+    ("restarts", changed("restarts", checkpoint={"every": 4}), None),  # it went back further than one
     # Every start fails at one step, however many checkpoints there are.
     ("restarts", VERDICTS["finding"]["restarts: a crash loop"], None),
     ("repeated_data", of_ranks(same_data(0.0), 1), ("data.source", None, "data of its own for every micro-batch")),
@@ -327,6 +323,9 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("non_finite", changed("non_finite", optimizer={"lr": 0.1}), ("optimizer.lr", 0.1, 0.05)),
     ("non_finite", losses(math.nan, 2.0), None),  # with the first weights
     ("refused_rows", make_run({"ledger/refused_rows": [1.0, 1.0]}), None),
+    ("exhaust_churn", FAULTY["exhaust_churn"], ("data.mixing.batch_size", 8, 2)),
+    ("exhaust_churn", replace(FAULTY["exhaust_churn"], config=own_mixing(batch_size=4)), ("data.source", None, LONGER)),
+    ("batch_size", make_run(LARGE, config={**own_mixing(batch_size=4), "train": {"micro_batches": 1}}), None),
     ("shares", make_run({"blend/max_share_error": [0.4] * 9, "blend/longest_share": [0.0] * 9}), None),
 ]
 
@@ -352,8 +351,7 @@ def test_a_loop_that_measures_other_gradients_than_it_makes_is_warned(value: flo
         ("low_fill", FAULTY["low_fill"], "advice"),
         ("low_fill", replace(FAULTY["low_fill"], config=full_rows()), None),
         ("uneven_slices", wide(0.0, config=mixed(batch_size_by_modality={"a": 1})), None),
-        ("uneven_slices", wide(0.0, config=own_mixing(batch_size=1)), None),
-        ("uneven_slices", wide(0.0, config=own_mixing(batch_size="auto")), "advice"),
+        ("uneven_slices", wide(0.0, config=own_mixing(batch_size=1)), "advice"),
     ],
 )
 def test_a_finding_is_as_severe_as_its_cause(name: str, run: RunRecord, severity: str) -> None:

@@ -71,12 +71,13 @@ def _own_mixing(run: RunRecord) -> dict[str, dict[str, Any]]:
     return {f"data.source.{name}.mixing": own for name, own in tables.items() if own}
 
 
-def _batch_sizes(run: RunRecord) -> list[int]:
-    """All that the config names."""
-    found = []
-    for table in (run.setting("data.mixing", {}), *_own_mixing(run).values()):
-        found += [table.get("batch_size"), *(table.get("batch_size_by_modality") or {}).values()]
-    return [size for size in found if isinstance(size, int)]
+def _batch_sizes(run: RunRecord) -> set[int]:
+    """Of the modalities of all sources."""
+    names, found = [key.removeprefix(MODALITIES) for key in run.train.keys if key.startswith(MODALITIES)], set()
+    for own in (each.get("mixing", {}) for each in run.setting("data.source", [{}])):
+        table = {"batch_size_by_modality": {}, "batch_size": None, **run.setting("data.mixing", {}), **own}
+        found |= {table["batch_size_by_modality"].get(name, table["batch_size"]) for name in names}
+    return found - {None}
 
 
 @rule("warning", needs=(REMAINING_MIN, REMAINING_MAX, FRACTION_MIN))
@@ -158,7 +159,7 @@ def exhaust_churn(run: RunRecord) -> Outcome:
         return healthy(words)
     size = run.setting("data.mixing.batch_size")
     knob = Knob("data.source", None, "longer streams: merge files", in_words=True)
-    if isinstance(size, int) and size >= 2:
+    if _batch_sizes(run) == {size} and size > 1:
         knob = Knob("data.mixing.batch_size", size, max(size // 4, 1))
     return finding(words, ended.evidence(ended.positive), knob=knob)
 
@@ -166,9 +167,9 @@ def exhaust_churn(run: RunRecord) -> Outcome:
 @rule("warning", needs=[ROWS_FILL])
 def low_fill(run: RunRecord) -> Outcome:
     """Rows in which many positions hold no token."""
-    fill, tables = series(run, ROWS_FILL), run.setting("data.source", [])
-    if tables and all(table.get("target") for table in tables):
-        return not_measured("data sets of your own make the rows")
+    fill = series(run, ROWS_FILL)
+    if any(table.get("target") for table in run.setting("data.source", [])):
+        return not_measured("data sets of your own make rows")
     if len(fill) < limits.FILL_ROWS:
         return not_yet(f"needs {limits.FILL_ROWS} rows, has {len(fill)}")
     mean, least, most = fill.total / len(fill), min(fill.values), max(fill.values)

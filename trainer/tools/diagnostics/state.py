@@ -64,8 +64,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     if cold.total <= known:
         why = " and ".join(cause.key for cause in causes if cause.total)
         chunks = counted(cold.total, "chunk")
-        words = f"{chunks} continuing a document found no state, explained by {why}"
-        return Outcome("explained", words)
+        return Outcome("explained", f"{chunks} continuing a document found no state, explained by {why}")
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
     words = f"{chunks} continuing a document found no state and began from zero, "
     words += f"first logged at step {first}"
@@ -90,8 +89,7 @@ def refused_rows(run: RunRecord) -> Outcome:
     if not refused.positive:
         return healthy("every state was finite")
     first = refused.steps[refused.positive[0]]
-    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, "
-    words += f"first logged at step {first}"
+    words = f"{counted(refused.total, 'state')} held NaN or infinity and became zero, first logged at step {first}"
     return finding(words, refused.evidence(refused.positive), knob=lower_lr(run, first))
 
 

@@ -124,8 +124,9 @@ def _towards(run: RunRecord, scale: NoiseScale) -> Knob | None:
     micros, size = micro_batches(run, since=scale.step), run.setting("data.mixing.batch_size")
     if factor > 1 or micros > 1:
         return Knob("train.micro_batches", micros, max(round(micros * factor), 1))
-    # One micro-batch cannot be fewer: its rows can.
-    if isinstance(size, int) and size > 1:
+    # One micro-batch cannot be fewer: its rows can, where no source has its own.
+    owns = (each.get("target") or each.get("mixing") for each in run.setting("data.source", []))
+    if isinstance(size, int) and size > 1 and not any(owns):
         return Knob("data.mixing.batch_size", size, max(round(size * factor), 1))
     return None
 
