@@ -109,6 +109,7 @@ def depths(*gains: float, error: float = 0.001, count: int = 3, name: str = "") 
 
 BUSY = {"time/slowest_rank_sec": [0.9] * 80, "time/fastest_rank_sec": [0.5] * 80, "step_time_sec": [1.0] * 80}
 BATCH = {**GNS, "gns/b_big": [100.0] * 40}
+STALE, LONGER = {"stale_threshold": 5, "wipe_mode": "periodic_stale"}, "longer streams: merge files"
 
 HEALTHY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0] * 9}),
@@ -136,7 +137,7 @@ HEALTHY: dict[str, RunRecord] = {
 }
 FAULTY: dict[str, RunRecord] = {
     "false_evictions_lru": make_run({FALSE["lru"]: [0.0, 0.0, 1.0]}),
-    "false_evictions_stale": make_run({FALSE["stale"]: [0.0, 0.0, 1.0]}),
+    "false_evictions_stale": make_run({FALSE["stale"]: [0.0, 0.0, 1.0]}, config={"ledger": STALE}),
     "cold_starts": make_run({"ledger/cold_starts": [0.0, 2.0], FALSE["lru"]: [0.0, 1.0]}),
     "refused_rows": make_run({"ledger/refused_rows": [0.0, 1.0]}),
     "context_unused": make_run(depths(0.0, 0.001, 0.002)),
@@ -286,7 +287,6 @@ OWN_MODEL = full_rows({"target": "mine:build"})
 PADDED_BY_MODEL = replace(FAULTY["low_fill"], config=OWN_MODEL, environment={"align": "document"})
 PADDED = full_rows({"target": "mine:build"}, align="document")
 MORE_DOCUMENTS = "more and shorter documents (train check: what limits lanes)"
-LONGER = "longer streams: merge files"
 UNPADDED = "stream, with a model that takes resets; or a shorter data.seq_len"
 
 
@@ -302,8 +302,8 @@ KNOBS_OF: list[tuple[str, RunRecord, tuple[str, Any, Any] | None]] = [
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}), None),  # a resume has set "lru"
     ("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 1.0]}, config={}), ("ledger.wipe_mode", None, "lru")),
     ("false_evictions_lru", make_run({FALSE["lru"]: [3.0, 0.0]}, restarts=[Restart(1, RAISED)]), None),
-    ("false_evictions_stale", make_run({FALSE["stale"]: [1.0]}), ("ledger.stale_threshold", 5, 10)),
-    ("false_evictions_lru", make_run({FALSE["lru"]: [3.0]}, config={}), ("ledger.capacity", None, "twice as many")),
+    ("false_evictions_stale", FAULTY["false_evictions_stale"], ("ledger.stale_threshold", 5, 10)),
+    ("false_evictions_stale", changed("false_evictions_stale"), None),  # a resume has set "lru"
     ("stuck_reader", FAULTY["stuck_reader"], ("data.mixing.pick_mode", "weighted", "round_robin")),
     ("starved_modality", FAULTY["starved_modality"], ("data.source", None, "a source of its own for the modality")),
     ("stuck_reader", OWN_PICKS, ("data.source.a.mixing.pick_mode", "uniform", "round_robin")),

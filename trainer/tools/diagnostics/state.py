@@ -32,12 +32,13 @@ def _false_evictions(run: RunRecord, mode: str, key: str) -> Outcome:
     losses, evictions = series(run, FALSE_EVICTIONS[mode]), series(run, EVICTIONS[mode])
     if not losses.positive:
         return healthy(f"no evicted state was needed again ({mode})")
-    share = number_text(losses.total)
-    if evictions:
-        share += f" of {number_text(evictions.total)}"
+    share = " of ".join(number_text(each.total) for each in (losses, evictions) if each)
     words = f"{share} evicted states ({mode}) were still needed: their documents continued from "
     words += f"zero, first logged at step {losses.steps[losses.positive[0]]}"
-    return finding(words, losses.evidence(losses.positive), knob=Knob.scaled(run, key, 2, "twice as many"))
+    knob: Knob | None = None
+    if run.setting("ledger.wipe_mode", mode).endswith(mode):  # a resume may have changed it
+        knob = Knob.scaled(run, key, 2, "twice as many")
+    return finding(words, losses.evidence(losses.positive), knob=knob)
 
 
 @rule("error", needs=[FALSE_EVICTIONS["lru"]])
@@ -62,8 +63,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     causes = [series(run, key) for key in (*FALSE_EVICTIONS.values(), REFUSED)]
     known = math.fsum(cause.total for cause in causes)
     if cold.total <= known:
-        why = " and ".join(cause.key for cause in causes if cause.total)
-        chunks = counted(cold.total, "chunk")
+        chunks, why = counted(cold.total, "chunk"), " and ".join(each.key for each in causes if each.total)
         return Outcome("explained", f"{chunks} continuing a document found no state, explained by {why}")
     first, chunks = cold.steps[cold.positive[0]], counted(cold.total - known, "chunk")
     words = f"{chunks} continuing a document found no state and began from zero, "
