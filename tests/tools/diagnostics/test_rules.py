@@ -432,11 +432,11 @@ def test_why_gains_by_depth_are_not_judged() -> None:
     assert "needs eval/depth" in why({"loss": [1.0]}, depth=False, every=5)
 
 
-def test_the_depth_from_which_context_is_not_used_is_named() -> None:
+def test_depths_are_named_and_wipes_are_not_counted_over_ranks() -> None:
     assert "no context beyond 256 tokens: " in check("context_unused", make_run(depths(0.02, 0.01, 0.0, 0.0))).sentence
-    assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in (
-        check("loss_rises_with_depth", FAULTY["loss_rises_with_depth"]).sentence
-    )
+    risen = check("loss_rises_with_depth", FAULTY["loss_rises_with_depth"]).sentence
+    assert "0.0500 +- 0.0020 (95 %) from 128 tokens on, 0.0100 +- 0.0020 (95 %) from 256 on" in risen
+    assert check("cold_starts", make_run({**LOST, "ledger_wipe_count": [0.0, 8.0]})).sentence.endswith("was wiped")
 
 
 def test_the_evidence_of_spikes_is_the_spikes() -> None:

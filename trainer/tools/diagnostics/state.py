@@ -71,7 +71,7 @@ def cold_starts(run: RunRecord) -> Outcome:
     evidence, wipes = [cold.evidence(cold.positive)], series(run, WIPES)
     knob: Knob | None = None
     if wipes.total:
-        words += f"; the ledger was wiped {counted(wipes.total, 'time')}"
+        words += "; the ledger was wiped"
         evidence.append(wipes.evidence(wipes.positive))
         if run.setting("ledger.wipe_mode", "full") == "full":
             knob = Knob("ledger.wipe_mode", run.setting("ledger.wipe_mode"), "lru")
