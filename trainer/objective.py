@@ -205,12 +205,13 @@ class Objective:
             is_sum = isinstance(loss, tuple) and len(loss) == 2
             if is_sum:
                 (loss, count), shape = loss, torch.Size()
-            if getattr(loss, "shape", None) != shape or not loss.is_floating_point():
-                shown = type(loss).__name__
-                if isinstance(loss, Tensor):
-                    shown = f"{loss.dtype} {list(loss.shape)}"
+            is_loss = isinstance(loss, Tensor) and loss.is_floating_point() and loss.shape == shape
+            is_number = hasattr(count, "__float__") and getattr(count, "shape", ()) == ()
+            if not (is_loss and is_number):
+                found = [loss, count][: 1 + is_sum]
+                shown = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in found]
                 wanted = f"losses {list(targets.shape)} as floats, or their sum and number"
-                raise TypeError(f"returned {shown}, not {wanted}")
+                raise TypeError(f"returned {' and '.join(shown)}, not {wanted}")
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise ValueError("what it returned has no gradient: nothing would be trained")
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))

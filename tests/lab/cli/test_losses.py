@@ -62,7 +62,7 @@ class Missed:
     def __call__(self, logits, targets):
         mask = targets != -100
         losses = 1 - logits.float().softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        return {"tokens": losses, "sum": (losses[mask].sum(), mask.sum()), "mean": losses.mean(),
+        return {"tokens": losses, "sum": (losses[mask].sum(), mask.sum()), "mean": (losses.mean(), {}),
                 "flat": losses.detach(), "all": (losses.sum(), mask.numel())}[self.form]
 """
 OWN, NOTHING = "objective.target=own_losses:Missed", "objective.losses={energy=0, size=0, norm=0}"
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_before_the_run(config, capsys, sets, messa
     [
         (("model.args.returned=other",), "model.target: it returns the loss other, which is not in its loss_keys"),
         (("model.args.returned=no norm",), "model.target: it returns no loss norm in train()"),
-        ((OWN, "objective.args.form=mean"), "objective.target: fails: TypeError: returned torch.float32 [], not"),
+        ((OWN, "objective.args.form=mean"), "fails: TypeError: returned torch.float32 [] and dict, not"),
     ],
 )
 def test_what_the_first_step_shows_ends_the_run(config, sets, message):
