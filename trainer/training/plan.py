@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,8 @@ def weightless(table: ModelTable, vocab_size: int, config: RunConfig | None, par
 
 def width_of(model: nn.Module) -> int:
     """Numbers in one group's state, as the model declares it."""
-    width = model.state_width
-    assert isinstance(width, int)
-    return width
+    width: Any = model.state_width
+    return int(width)
 
 
 def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) -> Plan:
@@ -301,8 +301,8 @@ def build_model(
         problem = f"a {type(model).__name__}, not a module"
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         problem = "a model without a parameter to train"
-    elif not isinstance(width, int) or width < 0:
-        problem = f"a model with state_width {width}, not an integer from 0 on"
+    elif not isinstance(width, Integral) or width < 0:
+        problem = f"a model with state_width {width!r}, not an integer from 0 on"
     if problem:
         fix = "return a trainer.model.protocol.SequenceModel (docs/models.md)"
         raise UserError(key, f"{name} gave {problem}", fix)

@@ -20,7 +20,7 @@ from torch import nn
 from trainer.model.protocol import ModelOutput
 
 class Bigram(nn.Module):
-    state_width = 0
+    state_width = np.int64(0)
     def __init__(self, vocab_size, dim=0, num_layers=0):
         super().__init__()
         self.table = nn.Embedding(vocab_size, vocab_size)

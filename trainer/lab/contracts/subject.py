@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -82,9 +83,9 @@ class Subject:
     def width(self) -> int:
         """Of a row of the state; 0: there is none. Raises CallFailed: it is no number of them."""
         found: Any = self.model.state_width
-        if not isinstance(found, int) or found < 0:
+        if not isinstance(found, Integral) or found < 0:
             raise CallFailed(f"its state_width is {found!r}, not an integer from 0 on")
-        return found
+        return int(found)
 
     def zeros(self, rows: int) -> Tensor | None:
         """The state from which a group starts; None for a model without state."""
