@@ -95,5 +95,5 @@ def refuse_arguments(
         with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when called
             inspect.signature(function).bind(**given)
     except TypeError as error:
-        problem = f"cannot call {name} with {', '.join(given) or 'no arguments'}: {error}"
+        problem = f"cannot call {name} with {', '.join(map(str, given)) or 'no arguments'}: {error}"
         raise UserError(key, problem, fix) from error

@@ -178,8 +178,9 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
         keys = ", ".join(sorted(map(str, batch))) or "nothing"
         yield f"has no targets, or a state; it has {keys}", "give targets, [B, T]; the state is the trainer's to give"
     targets = batch["targets"]
-    if not isinstance(targets, Tensor) or targets.dtype not in (torch.long, torch.get_default_dtype()):
-        yield "has targets that are neither integers nor floats", "give them as an array, a tensor or lists"
+    is_read = isinstance(targets, Tensor) and isinstance(batch.get("tokens", targets), Tensor)
+    if not is_read or targets.dtype not in (torch.long, torch.get_default_dtype()):
+        yield "has targets, or tokens, that are no array of integers or floats", "give an array, a tensor or lists"
     shape, given = np.shape(targets), np.shape(batch.get("tokens", targets))
     is_row = len(shape) == 2 or (len(shape) > 2 and targets.is_floating_point())
     is_row = is_row and 0 not in shape and given[:1] == shape[:1]
@@ -193,8 +194,8 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
             wrong = array[((array < 0) & is_judged) | (array >= num_ids)]
             if wrong.size:
                 problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {num_ids - 1}"
-                fix = f"mark targets that are not to be predicted with {IGNORED}"
-                yield problem, f"{fix}, or set data.vocab_size to the number of ids"
+                fix = f"mark targets that are not to be predicted with {IGNORED}, or " * (key == "targets")
+                yield problem, f'{fix}set data.tokenizer = "ids", and data.vocab_size to the number of ids'
     for key in (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS):
         if key in batch and np.shape(batch[key]) != shape[:1]:
             found = list(np.shape(batch[key]))
