@@ -113,7 +113,7 @@ class Recorder:
             return
         total: Scalar
         count: Scalar = 1.0
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and len(value) == 2:
             if not spec.is_ratio:
                 raise ValueError(f"a (sum, count) pair, but its window reduction is {how}")
             total, count = map(as_scalar, value)
@@ -176,7 +176,7 @@ def _pack(
 ) -> torch.Tensor:
     """The vector, float64: each key's value (or sum) and count, 0 where the rank has no value."""
     for key in local.keys() - operations.keys():
-        guard.leave_out(key, "it is not among the keys of the reduction")
+        guard.leave_out(key, "it is not among the keys of the reduction: list it in metric_keys")
     numbers = np.zeros(2 * len(operations))
     tensors: dict[int, torch.Tensor] = {}  # by place
     for index, (key, operation) in enumerate(operations.items()):

@@ -128,7 +128,7 @@ def lookup_or_gauge(key: str) -> MetricSpec:
 
 @cache
 def _gauge(key: str) -> MetricSpec:
-    logger.warning("%s: it is logged as a gauge; trainer.metrics.catalog.register gives it a row", UnknownMetric(key))
+    logger.warning("%s: it counts as a gauge; trainer.metrics.catalog.register gives it a row", UnknownMetric(key))
     text = "Not in the catalog."
     return MetricSpec(name=key, unit="", description=text, healthy="", pathological="", group="Other", title=key)
 
