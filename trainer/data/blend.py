@@ -376,7 +376,7 @@ class BlendDataset:
         elif self._counts[index]:
             problem = "was read before the checkpoint, and cannot be resumed"
             fix = "give it state_dict and load_state_dict, or start without this checkpoint"
-            raise UserError(self._names[index], problem, fix)
+            raise UserError(f"source {self._names[index]}", problem, fix)
 
 
 def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | None:

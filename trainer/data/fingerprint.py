@@ -119,7 +119,7 @@ def fingerprint(streams: Sequence[Stream], options: ReadOptions, cut: CutOptions
 def check_states(states: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> None:
     """Raise UserError unless a dataset like the `own` saved the states, in rank order."""
     wanted, num_states = own["fingerprint"], len(states)
-    name = str(wanted["namespace"])
+    name = f"source {wanted['namespace']}"
     ranks = [(state["rank"], state["world_size"]) for state in states if "fingerprint" in state]
     # One state alone may be that of any rank.
     if not ranks or (num_states > 1 and ranks != [(rank, num_states) for rank in range(num_states)]):

@@ -317,7 +317,7 @@ class Reading:
         if not any(flat):
             if self._is_resumed:
                 return False
-            raise UserError("data", "there is nothing to read", "check the paths of the sources")
+            raise UserError("data", "there is nothing to read", "check the path or target of each source")
         if all(flat):
             self.last += filter(None, firsts)
             return True

@@ -187,7 +187,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         self.name, self.loss_mask = cut.namespace, read.loss_mask
         if not streams or len({stream.relative_path for stream in streams}) < len(streams):
             problem = "lists a stream twice" if streams else "has no streams"
-            raise UserError(self.name, problem, "name each of its files once")
+            raise UserError(f"source {self.name}", problem, "name its files, each once")
         # Renumbered: they may be only a part of those discovered.
         self.streams = [replace(stream, stream_id=i) for i, stream in enumerate(streams)]
         self.modalities = sorted({stream.modality for stream in streams})
@@ -248,7 +248,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
     def refuse_nothing(self) -> None:
         """Raises UserError if no stream has a document, on whatever shard."""
         if not any(self.open(stream).groups.num_groups for stream in self.streams):
-            raise nothing_left(self.name)
+            raise nothing_left(f"source {self.name}")
 
     @property
     def now_reading(self) -> str:
@@ -442,7 +442,7 @@ class StreamSource(ABC, Generic[ShareT, ReaderT]):
         first = states[0]
         if len(states) != first["world_size"]:
             problem = f"the state is that of data shard {first['rank']} of {first['world_size']}"
-            raise UserError(self.name, problem, "give the states of all of them, in order")
+            raise UserError(f"source {self.name}", problem, "give the states of all of them, in order")
         # A shard without any group stays in its first epoch: it does not tell where the run is.
         epochs = [each["epoch"] for each in states if each["pool"] or not each["is_ended"]] or [first["epoch"]]
         points: dict[int, list[Point]] = {}

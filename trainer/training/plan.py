@@ -202,7 +202,7 @@ def check_reading(
         table = source.table
         given = {key: getattr(table, key) for key in ("dtype", "eod", "text_split", "column", "loss_mask")}
         if is_import_path(table.format):
-            resolve_target(table.format, "format")
+            resolve_target(table.format, f"{name}: format")
         refuse_unheeded(source.streams, table.format, given, source=name)
         # A custom format's function decides what eod means.
         if table.eod is not None and not is_import_path(table.format):

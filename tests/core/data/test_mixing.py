@@ -70,7 +70,7 @@ def test_states_that_do_not_fit_are_refused_naming_what_differs(write_streams, m
     state, alone = mixing(streams).state_dict(), {"batching_mode": "device_per_stream", "world_size": 2}
     states = [mixing(streams, rank=r, **alone).state_dict() for r in (0, 1)]
     for dataset, wrong, message in (
-        (mixing(streams, seed=5), state, "seed was 0 and is 5"),
+        (mixing(streams, seed=5), state, "source source: the saved .* seed was 0 and is 5"),
         (mixing(streams, batching_mode="device_per_stream"), state, "batching_mode was"),
         (mixing(streams, name="other"), state, "namespace was 'source'"),
         (mixing(streams[1:]), state, "streams was '5 streams"),
@@ -113,10 +113,10 @@ def test_a_smaller_pool_drops_readers_with_one_line_and_goes_on_with_them_first(
 def test_what_cannot_be_meant_is_refused(write_streams, mixing):
     streams = write_streams({"a": [[4]]})
     for given, settings, message in (
-        (streams, {"pick_mode": "x"}, "pick_mode: Input should be"),
+        (streams, {"batch_size_by_modality": {"a": 0}}, "by_modality: Input should be .*, got 0; see"),
         (streams, {"holdout_fraction": 1.5}, "holdout_fraction"),
-        (streams, {"split": "holdout", "holdout_fraction": 0.0}, "no document is left"),
-        ([], {}, "has no streams"),
+        (streams, {"split": "holdout", "holdout_fraction": 0.0}, "source source: no document is left"),
+        ([], {}, "source source: has no streams; name its files"),
         ([*streams, *streams], {}, "twice"),
     ):
         with pytest.raises(UserError, match=message):
