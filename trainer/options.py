@@ -51,8 +51,10 @@ class Options:
             try:
                 _adapter(kinds[name]).validate_python(value)
             except ValidationError as error:
-                problem = f"{error.errors()[0]['msg']}, got {value!r}"
-                raise UserError(f"{type(self).__name__}.{name}", problem, "see its type") from None
+                found = error.errors()[0]
+                problem = f"{found['msg']}, got {found['input']!r}"
+                fix = "see its type" + ", an int of Python" * ("valid integer" in problem)
+                raise UserError(f"{type(self).__name__}.{name}", problem, fix) from None
         self.check()
 
     def check(self) -> None:
