@@ -257,7 +257,7 @@ def build_text(out: Path, modalities: Mapping[str, Sequence[str]], *, force: boo
         if not documents:
             examples = few([f"{name}: {why}" for name, why in refused.items()]) or "all lie in it"
             problem = f"none of {counted(len(refused), 'file')} outside {out} is usable: {examples}"
-            raise UserError(f"--modality {name}", problem, "name files of UTF-8 text; .jsonl needs no build")
+            raise UserError(f"--modality {name}", problem, "name files of UTF-8 text outside it; .jsonl needs no build")
         chosen[name] = group_by_directory(documents, min_bytes=MIN_STREAM_BYTES)
         skipped |= refused
     return write_corpus(out, chosen, skipped, force=force)
