@@ -373,7 +373,7 @@ class StepProfile(Extension):
             return
         profiler.stop()
         if not self._is_done:
-            text = "--profile: the run ended before steps %d to %d were recorded: they have no profile"
+            text = "metrics.profile: the run ended before steps %d to %d were recorded: they have no profile"
             logger.warning(text, self._first_step, self._first_step + self._num_steps - 1)
 
     def _write(self, recorded: profile) -> None:

@@ -60,5 +60,5 @@ def test_the_trace_has_the_steps_and_no_loss_changes(tmp_path):
 
 def test_a_run_that_ends_before_says_that_there_is_no_profile(tmp_path):
     run_dir, said = profiled(tmp_path, 12)
-    assert "the run ended before steps 11 to 13 were recorded: they have no profile" in said
+    assert "metrics.profile: the run ended before steps 11 to 13 were recorded: they have no profile" in said
     assert not any((run_dir / "profile").iterdir())
