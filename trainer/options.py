@@ -53,8 +53,7 @@ class Options:
             except ValidationError as error:
                 found = error.errors()[0]
                 problem = f"{found['msg']}, got {found['input']!r}"
-                fix = "see its type" + ", an int of Python" * ("valid integer" in problem)
-                raise UserError(f"{type(self).__name__}.{name}", problem, fix) from None
+                raise UserError(f"{type(self).__name__}.{name}", problem, "see its type") from None
         self.check()
 
     def check(self) -> None:

@@ -119,9 +119,11 @@ def model_and_loss(model: nn.Module, plan: Plan, device: torch.device) -> tuple[
     if table.target is not None:
         with users_code("objective.target"):
             own = own_function("objective", table.target, table.args)()
+            name = type(own).__name__
+            if not callable(own):
+                raise TypeError(f"made a {name}, no function of output and targets")
             trained = own.to(device).parameters() if isinstance(own, nn.Module) else ()
             if any(each.requires_grad for each in trained):
-                name = type(own).__name__
                 raise TypeError(f"made a {name} with parameters, which no optimizer would train")
     objective = Objective(table, own=own, vocab_size=plan.vocab_size)
     if table.chunk_tokens == 0:  # all logits exist at once

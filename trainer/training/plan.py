@@ -126,7 +126,8 @@ def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) ->
         given = ("model", "tokenizer", "step", "device", "rank", "world_size")
         own_function("eval", config.eval.target, config.eval.args, given)
     if config.objective.target is not None:
-        own_function("objective", config.objective.target, config.objective.args)
+        fix = "name what makes the loss, a function of output and targets"
+        own_function("objective", config.objective.target, config.objective.args, fix=fix)
     plan = Plan(config, sources, tokenizer, facts, eval_sources, parts)
     if parts.messages is not None:
         parts.messages.planned(plan)
@@ -317,12 +318,14 @@ def build_model(
     return built
 
 
-def own_function(table: str, target: str, args: Mapping[str, Any], given: Sequence[str] = ()) -> Callable[..., Any]:
+def own_function(
+    table: str, target: str, args: Mapping[str, Any], given: Sequence[str] = (), fix: str = "see its signature"
+) -> Callable[..., Any]:
     """A function of the user's own, with its `args`; each call gives it those `given`, too. A
     UserError if it takes others."""
     function = resolve_target(target, f"{table}.target")
     called = with_own(dict.fromkeys(given), args, f"{table}.args")
-    refuse_arguments(function, target, called, key=f"{table}.target")
+    refuse_arguments(function, target, called, key=f"{table}.target", fix=fix)
     return partial(function, **args)
 
 

@@ -139,8 +139,8 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
     [
         (("objective.losses.enrgy=1",), "objective.losses.enrgy: the model has no such loss; its loss_keys are energy"),
         (("model.target=own_losses:bad_keys",), "model.target: Regular.loss_keys is ['energy']; make it a dict"),
-        (("model.args.returned=loss",), "model.target: Regular.metric_keys is ['loss']"),
-        (("model.args.returned=1",), "Regular.metric_keys is [1]; make it a tuple of names"),
+        *(((f"model.args.returned={x}",), f"Regular.metric_keys is [{x!r}]; make it a tuple") for x in ("loss", 1)),
+        *(((f"objective.target=builtins:{x}",), y) for x, y in (("dict", "a dict, no func"), ("any", "; name what"))),
         (("objective.token_ce=0", NOTHING), "token_ce: is 0, and no other loss would be trained on; set loss_keys"),
         (("objective.token_ce=0", "objective.chunk_tokens=8"), "objective: no loss of logits is left"),
         ((OWN, "objective.args.form=flat"), "objective.target: fails: ValueError: what it returned has no gradient"),
