@@ -99,11 +99,11 @@ def train(
     from trainer.ending import StopRequest
     from trainer.metrics.logger import get_logger
 
-    with suppress(OSError, ValueError, AttributeError):  # stderr is closed
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or on a full disk
         # A signal that ends the process (SIGBUS, SIGSEGV) then leaves a stack.
         faulthandler.enable()
-    if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
-        echo("starting", err=True)
+        if "RANK" not in os.environ and "torch" not in sys.modules:  # whose import takes seconds
+            echo("starting", err=True)
     # Before torch is imported, whose import a signal would otherwise kill.
     get_logger(__name__)  # makes the handler of what a signal logs
     logging.getLogger("trainer").propagate = False  # a user's module may call basicConfig
