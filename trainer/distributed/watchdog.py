@@ -150,8 +150,9 @@ class Watchdog:
         return self.hang or f"another rank has ended without a word, killed perhaps (here: {own})"
 
     def write(self, text: str) -> None:
-        """Write details to this rank's log that do not belong on stderr."""
-        self._log.write(f"{text}\n".encode())
+        """Write details to this rank's log that do not belong on stderr; a full disk costs only these."""
+        with suppress(OSError):
+            self._log.write(f"{text}\n".encode())
 
     def close(self) -> None:
         """End the thread and drop the process group, before the interpreter exits."""

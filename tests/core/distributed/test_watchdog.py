@@ -62,3 +62,5 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path):
     assert pair[0].explain(closed) == "rank 1 failed: ValueError: bad line"
     for dog in pair:
         dog.close()
+    with open("/dev/full", "wb", 0) as pair[0]._log:
+        pair[0].write("details that a full disk costs")
