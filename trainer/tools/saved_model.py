@@ -247,7 +247,8 @@ def export_model(
             else:
                 shutil.copyfile(config.data.tokenizer, staging / "tokenizer.json")
         # The caller has made sure that only an export is replaced.
-        shutil.rmtree(place, ignore_errors=True)
+        if place.is_dir():
+            place.rename(Path(work, "old"))
         staging.rename(place)
     return saved
 
