@@ -98,7 +98,7 @@ def _make_ready(run_dir: RunDir, plan: Plan, stack: ExitStack) -> None:
 def begin_record(view: RunView, stack: ExitStack) -> None:
     """Lock the directory (`claim` may rename it), set later checkpoints aside, open the log."""
     run_dir, info, mark, found = view.run_dir, view.info, "", view.found
-    with raise_on_all_ranks(world_size=info.world_size):
+    with raise_on_all_ranks(world_size=info.world_size), run_dir.writing():
         if info.is_main:
             _make_ready(run_dir, view.plan, stack)
             run_dir.create()
@@ -109,21 +109,19 @@ def begin_record(view: RunView, stack: ExitStack) -> None:
     run_dir.move_to(Path(from_main_rank(str(run_dir.path), world_size=info.world_size)))
     name, view.found = from_main_rank((mark, found), world_size=info.world_size)
     try:
-        with raise_on_all_ranks(world_size=info.world_size):
+        with raise_on_all_ranks(world_size=info.world_size), run_dir.writing():
             # Not longer than the others wait for this rank.
             run_dir.refuse_unshared(name, min(MARK_SEC, view.config.distributed.timeout_sec / 2))
+            stack.callback(remove_log_file, add_log_file(run_dir.log_file(info.rank)))
     finally:
         if info.is_main:
             discard(run_dir.checkpoints / name)
-    # After rank 0 has made the directory.
-    handler = add_log_file(run_dir.log_file(info.rank))
-    stack.callback(remove_log_file, handler)
 
 
 def open_record(view: RunView, stack: ExitStack, config_path: Path | None, stdout: TextIO | None) -> None:
     """Open events.jsonl, sinks and status.json on rank 0. Every rank must call it."""
     run_dir, state, diagnostics, step = view.run_dir, view.state, view.diagnostics, view.first_step
-    with raise_on_all_ranks(world_size=view.info.world_size):
+    with raise_on_all_ranks(world_size=view.info.world_size), run_dir.writing():
         if view.info.is_main:
             view.events = events = EventWriter(run_dir.events)
             stack.callback(diagnostics.best_effort("end of events.jsonl").run, events.close)

@@ -58,7 +58,7 @@ class RunDir:
 
     def claim(self) -> None:
         """Make the directory (rank 0); a new run takes the next free name if another was faster."""
-        with self._writing():
+        with self.writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stem, count = self.path, 1
             # `mkdir` decides between runs that start together, also on a shared file system.
@@ -77,7 +77,7 @@ class RunDir:
 
     def create(self) -> None:
         """Make the subdirectories, and remove files of killed processes (rank 0, locked)."""
-        with self._writing():
+        with self.writing():
             self.check_owner()
             self.logs.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -86,7 +86,7 @@ class RunDir:
     def mark(self) -> str:
         """Write a file for `refuse_unshared`; returns its name, which nobody has looked for yet."""
         name = f".tmp_step_{secrets.token_hex(8)}"  # as a save that is left over, which it would be
-        with self._writing():
+        with self.writing():
             write_new(self.checkpoints / name, b"")
         return name
 
@@ -105,7 +105,7 @@ class RunDir:
             raise unlike_here(place, problem, fix)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
         """Around writes: a failure is a UserError."""
         try:
             yield
@@ -116,7 +116,7 @@ class RunDir:
 
     def describe(self, config: RunConfig, source: Path, info: RankInfo, facts: Mapping[str, Any]) -> None:
         """Write config, read from `source`, and environment, with `facts` of model and step."""
-        with self._writing():
+        with self.writing():
             # A run that continues from it keeps the one written by hand.
             if source.resolve() != self.resolved_config.resolve():
                 with users_code(str(source), "is gone", "keep it until the run has begun"):
@@ -130,7 +130,7 @@ class RunDir:
 
         A UserError if another process holds it, or if one of its files is a link or a pipe.
         """
-        with self._writing():
+        with self.writing():
             # Before anything is written: a link may point elsewhere, and a pipe blocks for ever.
             for path in (*(self.path / name for name in OWN_FILES), *self.logs.glob("rank_*")):
                 refuse_special(path)
