@@ -41,6 +41,7 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("command", "devices"), list),
 }
 TIMEOUT_SEC: Final = 600.0  # of a run that does not say another
+UNWRITTEN_SEC: Final = 20.0  # of one whose lock says nothing
 
 
 class Owner(NamedTuple):
@@ -122,7 +123,6 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
     and is refused, or until it has not for 0.8 times `timeout_sec`.
     """
     lock, first_sign = RunLock(directory, timeout_sec), 0.0
-    limit_sec = 0.8 * timeout_sec  # the other ranks may wait for this one in a collective
     while True:
         with suppress(FileExistsError):
             write_new(directory / LOCK_NAME, json.dumps(lock.owner._asdict()).encode())
@@ -133,6 +133,7 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
             continue
         if owner.word == lock.owner.word:
             break
+        limit_sec = min(0.8 * timeout_sec, owner.timeout_sec)  # other ranks may wait for this one in a collective
         if not owner.lives(sign, limit_sec):
             write_json(directory / LOCK_NAME, lock.owner._asdict(), sync=False)
             time.sleep(0.1)  # of several that do so at once, the last one has it
@@ -168,8 +169,8 @@ def read_owner(directory: Path) -> Owner | None:
         found = read_json(directory / LOCK_NAME)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):  # being written, or another program's: its time decides
-        return Owner()
+    except (OSError, ValueError):  # being written, or a full disk or a kill has kept it from that
+        return Owner(timeout_sec=UNWRITTEN_SEC)
     defaults = Owner()._asdict()
     return Owner(**{key: found[key] for key in defaults if type(found.get(key)) is type(defaults[key])})
 

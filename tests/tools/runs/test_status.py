@@ -99,8 +99,8 @@ OTHERS = {
     "one of another host, long ago": ({}, 1000.0, False),
     "one that says that it may be silent for longer": ({"timeout_sec": 2000.0}, 1000.0, True),
     "one of another host that has given it back": ({"is_over": True}, 0.0, False),
-    "nobody knows": (None, 60.0, True),
-    "nobody knows, long ago": (None, 1000.0, False),
+    "nobody knows": (None, 5.0, True),
+    "nobody knows, a minute ago": (None, 60.0, False),
 }
 
 
