@@ -246,12 +246,9 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     # In its place and always of one size, so that it needs no room on a full disk. Not synced: it
     # describes a live run.
     data = json.dumps(known, indent=1).encode().ljust(_ROOM_BYTES - 1) + b"\n"
-    descriptor = open_descriptor(file, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.pwrite(descriptor, data, 0)
-        os.ftruncate(descriptor, len(data))
-    finally:
-        os.close(descriptor)
+    with open(open_descriptor(file, os.O_RDWR | os.O_CREAT), "r+b") as target:  # all is written, or an OSError
+        target.write(data)
+        target.truncate()
 
 
 def judged(status: dict[str, Any], directory: Path) -> dict[str, Any]:
