@@ -164,7 +164,7 @@ class Store:
             with self._translating("RUN"):
                 path, of = self._path("RUN"), name
                 if self._fs.exists(path):
-                    of = self._fs.cat_file(path).decode().strip()
+                    of = self._fs.cat_file(path).decode().strip() or name  # a full disk has kept it empty
             if of != name or not (is_own or is_auto):
                 problem = f"{self.url} holds the checkpoints of another run, {of}"
                 fix = f"name a prefix of its own, or continue it: --resume auto --set run.name={of}"
