@@ -223,7 +223,8 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
     except UserError as error:
         damaged = error
     newest = -1 if found is None else step_of(found[0])
-    later = [step for step in store.steps() if step > newest]
+    left = {*map(step_of, run_dir.checkpoints.glob("abandoned/step_*"))}  # which may not be marked there yet
+    later = [step for step in store.steps() if step > newest and not (found and step in left)]
     for step in later:
         prepare()  # not before: a run that is refused leaves no directory
         try:

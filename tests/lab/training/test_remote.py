@@ -85,13 +85,14 @@ def test_a_prefix_is_of_one_run_and_an_outage_is_no_reason_not_to_resume(
     with pytest.raises(UserError, match="holds the checkpoints of another run, another"):
         found_by(url, checkpoints.parent)
     stored._fs.pipe_file(stored._path("RUN"), b"")  # as a full disk leaves it
-    assert found_by(url, checkpoints.parent) == "step_00000003"
+    checkpoint.set_aside_after(checkpoints, 2, checkpoints / "step_00000002")
+    assert found_by(url, checkpoints.parent) == "step_00000002", "the other is not marked yet in the store"
 
     def names(self):
         raise StoreError("planned")
 
     monkeypatch.setattr(Store, "names", names)
-    assert found_by(url, checkpoints.parent) == "step_00000003"
+    assert found_by(url, checkpoints.parent) == "step_00000002"
     with pytest.raises(UserError, match=r"checkpoint\.remote: cannot be used"):
         found_by(url, tmp_path / "new", "off")
 
