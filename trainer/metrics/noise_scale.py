@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.wording import counted
+
 # Indices into the vector of sums. Every entry adds up over ranks, so one SUM all-reduce gives the
 # window's vector.
 KAPPA = 0  # sum of kappa over micro-batches
@@ -479,8 +481,11 @@ class NoiseScaleAverage:
             return None
         at_least = "" if ratio.low is None else f"; it is at least {ratio.low:.3g} sequences"
         if round(fit.stretches) < MIN_STRETCHES:
-            text = f"documents have lasted about {self.stretches.rows:.0f} rows so far: the steps averaged are"
-            return f"{text} {fit.stretches:.0f} independent stretches of at least {MIN_STRETCHES}{at_least}"
+            rows, stretches = round(self.stretches.rows), round(fit.stretches)
+            if rows == 1:
+                return f"{stretches} of at least {MIN_STRETCHES} independent windows are averaged{at_least}"
+            text = f"documents have lasted about {rows} rows so far: the steps averaged are"
+            return f"{text} {counted(stretches, 'independent stretch')} of at least {MIN_STRETCHES}{at_least}"
         return f"|G|^2 cannot be told from 0 yet: B has no upper bound{at_least}"
 
     def metrics(self) -> dict[str, float]:
