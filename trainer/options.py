@@ -207,16 +207,12 @@ class MicroBatches:
     step -> m from there on, ascending, the first at 0."""
 
     points: tuple[tuple[int, int], ...]
+    begin: int = 0  # the first batch, by these points; not 0 if steps before had another m
 
     @classmethod
     def constant(cls, m: int) -> Self:
         """The same m in every step."""
         return cls(((0, m),))
-
-    @property
-    def is_constant(self) -> bool:
-        """m never changes."""
-        return len({*map(attrgetter("m"), self.stretches)}) == 1
 
     @property
     def least(self) -> int:
@@ -235,7 +231,7 @@ class MicroBatches:
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
         """In order, the first from step 1 on."""
-        found = [Stretch(1, 0, self.at(1))]
+        found = [Stretch(1, self.begin, self.at(1))]
         for at, m in self.points:
             if at > 1:
                 step, batch, former = found[-1]

@@ -141,7 +141,7 @@ def _broken_ledger(config: RunConfig, in_flight: int) -> Iterator[Mistake]:
         if ledger.stale_threshold < spread:
             problem = f"is {ledger.stale_threshold}; a document continues up to {spread} steps later"
             yield "ledger.stale_threshold", problem, f"set it to data.mixing.spread = {spread} or more"
-        if not config.micro_batches.is_constant:
+        if config.micro_batches.least < config.micro_batches.most:
             problem = "would drop states of documents that wait where train.micro_batches changes m"
             yield "ledger.wipe_mode", problem, 'use "lru"'
     # Lanes size a ledger without a capacity of its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Final, NoReturn
 
@@ -329,6 +329,7 @@ class BlendDataset:
         return {
             "seed": self._seed,
             "batch_index": self._batch_index,
+            "plan": [[*map(list, self._micro_batches.points)], self._micro_batches.begin],
             "names": self._names,
             "ended": self._ended.copy(),
             "counts": self._counts.copy(),
@@ -347,6 +348,10 @@ class BlendDataset:
             problem = f"the saved state was made with {own['seed']}, this run has {self._seed}"
             raise UserError("run.seed", problem, f"set it to {own['seed']}")
         self._batch_index = self._first = self._total = own["batch_index"]
+        # The next batch stays in its step, whatever m the steps before it had.
+        before, now = MicroBatches(*own["plan"]), replace(self._micro_batches, begin=0)
+        step = before.step_of(self._batch_index)
+        self._micro_batches = replace(now, begin=before.batches_before(step) - now.batches_before(step))
         self._choices = []
         self._latest.clear()
         self._due = [0.0] * len(self.sources)

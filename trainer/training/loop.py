@@ -212,7 +212,7 @@ def reduced_metrics(run: Run, step: int, ready_at: float, *, drains: bool = True
     view, position = run.view, run.position
     guard, world_size = view.diagnostics.best_effort, view.info.world_size
     view.record("non_finite_steps", 0.0)  # reported as 0, not left out
-    if not run.micro_batches.is_constant:
+    if len(run.micro_batches.points) > 1:
         view.record("train/micro_batches", float(run.micro_batches.at(step)))
     view.recorder.add(run.tracker.measured())
     if world_size > 1:

@@ -252,7 +252,7 @@ def _derived(plan: Plan, model: nn.Module, device: torch.device, lanes: Lanes) -
     if each > 1:
         passes = f"{batches.most * each} forward passes a step instead of {batches.most} of {each} times the rows"
         facts["data_shards"] = f"{plan.facts.data_shards}: each rank runs {each}, in {passes}"
-    if not batches.is_constant:
+    if batches.least < batches.most:
         facts["micro_batches"] = f"{batches.least} to {batches.most}; tokens_per_step are those of {batches.most}"
     if reason := why_no_noise_scale(config, plan.facts.world_size):
         facts["noise_scale"] = f"not measured: {reason}"
