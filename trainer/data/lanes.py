@@ -264,7 +264,7 @@ class LaneBlend(BlendDataset):
     def _lay_out(self, num_sets: int, lanes: Sequence[Lane], waiting: Sequence[Place], turn: int = 0) -> None:
         """Have so many sets of lanes, these and new ones; those beyond them wait."""
         num_lanes = num_sets * self._rows
-        self._waiting = [place for lane in lanes[num_lanes:] if (place := lane.place)] + [*waiting]
+        self._waiting = [*waiting, *(place for lane in lanes[num_lanes:] if (place := lane.place))]
         self._lanes = [*lanes[:num_lanes], *(Lane() for _ in range(num_lanes - len(lanes)))]
         self._lane_places, self._turn = [lane.place for lane in self._lanes], turn
         if self._waiting:
@@ -379,7 +379,7 @@ class LaneBlend(BlendDataset):
         """Continue where a run stopped; see `BlendDataset`.
 
         `state` is this shard's, or those of all shards, in order. On another number of lanes or
-        shards, unfinished groups continue first: by shard, those that have waited longest first.
+        shards, unfinished groups continue first: by shard, those without a row, then by turn.
         """
         states = as_list(state)
         if any("lanes" not in each for each in states):
@@ -442,7 +442,7 @@ class LaneBlend(BlendDataset):
 
 
 def _in_order(state: Mapping[str, Any]) -> list[Place | None]:
-    """The places of a state's lanes, from the next set that is read on, and of what waits."""
+    """The places of what waits, and of a state's lanes, from the next set that is read on."""
     places = [place and Place(*place) for place in state["lanes"]]
     num_lanes, first = state["groups"] * state["rows"], state["turn"] * state["rows"]
-    return [*places[first:num_lanes], *places[:first], *places[num_lanes:]]
+    return [*places[num_lanes:], *places[first:num_lanes], *places[:first]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -140,26 +139,26 @@ def test_steps_of_lanes_have_phases():
 def test_where_a_plan_changes_m_documents_go_on_and_those_beyond_the_lanes_wait():
     """More groups, then fewer than documents under way; through a resume in the middle of the wait."""
     rng = np.random.default_rng(0)
-    layout = [rng.integers(5, 60, size=12).tolist() for _ in range(3)]
-    plan, groups = MicroBatches(((0, 1), (3, 4), (6, 1))), {1: 2, 4: 12}
-    read: Counter[Any] = Counter()
+    layout = [rng.integers(60, 80, size=8).tolist() for _ in range(3)]
+    plan, groups, last = MicroBatches(((0, 1), (3, 4), (6, 2), (10, 1))), {1: 2, 2: 6, 4: 12}, dict[int, int]()
     with corpus({"one": layout}) as streams:
         how: dict[str, Any] = {"rows": 2, "groups": groups, "micro_batches": plan}
         reader, follower, waiting = blend(streams, **how), Follower((2, 4), True), []
         for number, batch in enumerate(reader):
             follower.take(batch)
             waiting.append(len(reader.waiting_groups))
-            if number == 16:
+            last |= dict.fromkeys(batch["end_ids"].tolist(), number)
+            assert [*map(last.get, reader.waiting_groups)] == sorted(map(last.__getitem__, reader.waiting_groups))
+            if number == 24:
                 state = json.loads(json.dumps(reader.state_dict()))
                 reader = blend(streams, **how)
                 reader.load_state_dict(state)
                 break
         for batch in reader:
             follower.take(batch)
-        read += follower.read
     assert max(waiting) == 24 - 4  # as many as were read at once, less the lanes that are left
-    assert set(read.values()) == {1}
-    assert len(read) == sum(map(sum, layout))
+    assert set(follower.read.values()) == {1}
+    assert len(follower.read) == sum(map(sum, layout))
     assert not follower.open
 
 
