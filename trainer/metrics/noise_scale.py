@@ -315,10 +315,12 @@ class History:
         size, age, phases = size[order], age[order], phase[order]
         means = np.stack(totals, axis=1)[order] / size[:, None]  # [blocks, 2]
         numbered, ends = self._stretches.numbered(phases, age), np.cumsum(size)
-        stretches = len(np.unique(numbered[size == 1.0]))
+        # Any others are old, of phases that only a larger spread had.
+        latest = np.flatnonzero(size == 1.0)[: max(BLOCKS, FEWEST_BLOCKS * self._stretches.spread)]
+        stretches = len(np.unique(numbered[latest]))
         if self._stretches.spread > 1:  # windows next to each other are of other documents
             stretches = MIN_STRETCHES
-        yield _recent_mean(means[size == 1.0], stretches)
+        yield _recent_mean(means[latest], stretches)
         wanted = float(MIN_WINDOWS)
         while wanted < GROWTH * ends[-1]:
             k = min(int(np.searchsorted(ends, wanted)) + 1, len(ends))
