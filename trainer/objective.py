@@ -127,7 +127,7 @@ class ObjectiveOutput:
 
 
 class Loss(Protocol):
-    """Computes the loss of an output [B, T, ...] against targets int64 [B, T]; see `Objective`."""
+    """Computes the loss of an output [B, T, ...] against targets [B, T, ...]; see `Objective`."""
 
     def __call__(self, output: Tensor, targets: Tensor, /, *, meta: object = None) -> ObjectiveOutput: ...
 

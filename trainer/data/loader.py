@@ -72,7 +72,7 @@ class Carry:
 @dataclass(frozen=True)
 class MicroBatch:
     inputs: dict[str, Any]  # for `model(**inputs)`, without the state
-    targets: Tensor  # int64 [B, T]; -100 where there is nothing to predict
+    targets: Tensor  # int64 [B, T] or floats [B, T, ...]; -100 or NaN: nothing to predict
     carry: Carry | None  # None: the rows have no groups, the model starts from zero
     extras: dict[str, Any]  # those of `BATCH_EXTRAS`, for monitoring alone
     located: object = "{}"  # identifies the batch: its text is JSON

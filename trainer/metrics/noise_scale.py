@@ -254,8 +254,8 @@ class History:
     """Pairs (x, y) of all windows: the latest singly, older ones in sums over 2, 4, 8, ... of a
     phase.
 
-    At most `BLOCKS` sums of each length are kept, or `FEWEST_BLOCKS` of each phase: its size grows
-    with the windows' logarithm.
+    Of a spread, at most `BLOCKS` sums of each length are kept, or `FEWEST_BLOCKS` of each phase:
+    its size grows with the windows' logarithm.
     """
 
     def __init__(self, stretches: Stretches | None = None) -> None:
