@@ -323,8 +323,7 @@ class BlendDataset:
     def state_dict(self) -> dict[str, Any]:
         """Plain Python; a snapshot that later batches do not change, if those of the sources are such."""
         for index in self._unsaved:  # the states of the others are the same
-            state_dict = getattr(self.sources[index].dataset, "state_dict", lambda: None)
-            self._states[index] = state_dict()
+            self._states[index] = getattr(self.sources[index].dataset, "state_dict", lambda: None)()
         self._unsaved.clear()
         return {
             "seed": self._seed,

@@ -34,8 +34,7 @@ def held_out(relative_path: str, num_documents: int, fraction: float) -> npt.NDA
     """
     base = np.uint64(stable_hash("holdout", relative_path))
     hashes = splitmix64(splitmix64(np.arange(num_documents, dtype=np.uint64)) ^ base)
-    uniforms = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return uniforms < fraction
+    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
 
 
 def documents_of(split: Split, relative_path: str, num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:

@@ -231,8 +231,7 @@ class LaneBlend(BlendDataset):
             if wanted * self._rows != len(self._lanes):
                 # Those that have waited longest come first.
                 in_order = (*self._lanes[first:], *self._lanes[:first])
-                kept = [lane for lane in in_order if lane.groups]
-                self._lay_out(wanted, kept, self._waiting)
+                self._lay_out(wanted, [lane for lane in in_order if lane.groups], self._waiting)
                 first = 0
             lanes = self._lanes[first : first + self._rows]
             if any([*map(self._fill, lanes)]):

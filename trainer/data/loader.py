@@ -242,8 +242,7 @@ class Loader:
         metrics = self._guard.run(self._drain)
         if not isinstance(metrics, Mapping):  # not known, which is not 0
             if metrics is not None:
-                text = f"drain_step_metrics() gave {short_repr(metrics)}, no mapping"
-                self._guard.fail(TypeError(text))
+                self._guard.fail(TypeError(f"drain_step_metrics() gave {short_repr(metrics)}, no mapping"))
             metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
         targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.

@@ -75,8 +75,7 @@ def layout_and_group(parameters: Sequence[Tensor]) -> tuple[Layout, dist.Process
     assert layout is not None
     if mesh.ndim == 1:  # no replicas: the ranks that share a parameter average its gradient
         return layout, mesh.get_group()
-    has_all = world is not None and mesh.size() == world.size()
-    return layout, world if has_all else None
+    return layout, world if world is not None and mesh.size() == world.size() else None
 
 
 def unsharded_parameters(model: nn.Module) -> list[nn.Parameter]:

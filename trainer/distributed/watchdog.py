@@ -236,8 +236,8 @@ class Watchdog:
 
     def _failed_ranks(self) -> dict[int, str]:
         """Reason of each rank that called `tell`."""
-        reasons = {rank: self._text_of(f"failed_{rank}") for rank in range(self._info.world_size)}
-        return {rank: reason for rank, reason in reasons.items() if reason}
+        ranks = range(self._info.world_size)
+        return {rank: reason for rank in ranks if (reason := self._text_of(f"failed_{rank}"))}
 
     def _text_of(self, key: str) -> str:
         """The text that a rank has set; empty if none has."""

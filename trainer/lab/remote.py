@@ -62,8 +62,7 @@ class Store:
                 raise ValueError("every run would copy it into its config")
             if not rest.strip("/") or {*rest} & {*"*?["}:  # which a backend expands as it deletes
                 raise ValueError("it names no bucket or directory, or several by *, ? or [")
-            core = importlib.import_module("fsspec.core")
-            self._fs, root = core.url_to_fs(self.url)
+            self._fs, root = importlib.import_module("fsspec.core").url_to_fs(self.url)
         except Exception as error:  # noqa: BLE001 - backends raise anything
             if isinstance(error, ImportError):
                 fix = "run: pip install fsspec s3fs, or the package that is named"

@@ -137,8 +137,7 @@ def group_by_directory(documents: Sequence[Document], *, min_bytes: int) -> Stre
     for depth in range(deepest, 0, -1):
         for parts in sorted(key for key in by_directory if len(key) == depth):
             if _size(by_directory[parts]) < min_bytes or len(".".join(parts).encode()) > LONGEST_NAME:
-                small = by_directory.pop(parts)
-                by_directory.setdefault(parts[:-1], []).extend(small)
+                by_directory.setdefault(parts[:-1], []).extend(by_directory.pop(parts))
     streams: Streams = {}
     for parts, members in by_directory.items():
         streams.setdefault(".".join(parts).lstrip("._") or MISC, []).extend(members)

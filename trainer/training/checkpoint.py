@@ -131,8 +131,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_every: int, spared: int | N
 
 def best_step(path: Path) -> int:
     """The step of the best one when this was saved, see `checkpoint.keep_best`; -1: none."""
-    best = read_state(path)["extensions"].get("best") or {}
-    return int(best.get("step", -1))
+    return int((read_state(path)["extensions"].get("best") or {}).get("step", -1))
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
@@ -254,8 +253,7 @@ def refuse_absent(path: str, *, is_of_run: bool = False) -> None:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     with open_plain(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
 # Larger numbers are damage: they would overflow an int64, or fill the memory.

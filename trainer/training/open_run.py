@@ -129,8 +129,7 @@ def build(
 ) -> tuple[RunView, Sequence[EvalSet]]:
     """Make what has a state, restored if a checkpoint was `found`; and what evaluations read."""
     # The same lanes on all ranks, whatever their hosts: a checkpoint has those of rank 0.
-    own = memory_of(device), allow_open_files()
-    limits = gather_from_ranks(own, world_size=info.world_size)
+    limits = gather_from_ranks((memory_of(device), allow_open_files()), world_size=info.world_size)
     memory, files = map(min, zip(*limits, strict=True))
     plan = replace(plan, limits=(memory, files))
     strategy = make_strategy(plan, info, device)

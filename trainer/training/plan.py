@@ -141,8 +141,7 @@ def resolve_sources(config: RunConfig, num_shards: int) -> list[Source]:
     batches = config.micro_batches
     num_batches = batches.batches_before(least_steps(config, micro_tokens) + 1)
     # A gap would end the run, perhaps after days.
-    weights = [source.weight for source in sources]
-    gap = first_all_zero(weights, batches, num_batches)
+    gap = first_all_zero([source.weight for source in sources], batches, num_batches)
     if gap is not None:
         problem = f"all weights are zero at batch {gap}, of {num_batches} that a data shard has"
         raise UserError("data.source", problem, "give a source a weight above 0 there")

@@ -120,8 +120,7 @@ def _check(model: nn.Module, request: Request, verdicts: dict[str, Verdict]) -> 
     _check_forward(replace(working, autocast=request.autocast), request)
     verdicts["forward"] = Verdict("forward", "held", f"ran with tokens {[1, seq_len]}")
     try:
-        trial = make_trial(working.in_float64(), request)
-        return _judge(trial, working, verdicts)
+        return _judge(make_trial(working.in_float64(), request), working, verdicts)
     except (CallFailed, NotTestable, TypeError, RuntimeError):
         verdicts.pop("purity", None)  # some operators lack float64
     try:

@@ -192,8 +192,7 @@ def _read_rows(run: RunRecord, path: Path) -> str:
             for rows in (run.train, run.evals):
                 rows.drop_after(found.restart.global_step)
         last_step = found.global_step
-        table = {"train": run.train, "eval": run.evals}[found.mode]
-        table.add(found.global_step, found.values())
+        {"train": run.train, "eval": run.evals}[found.mode].add(found.global_step, found.values())
     if num_skipped:
         run.notes.append(f"skipped {counted(num_skipped, 'damaged line')}, the first at {first_error}")
     return first_error

@@ -166,9 +166,7 @@ def last_curves(run: RunRecord) -> tuple[int, dict[str, DepthCurve]]:
 def depth_set(key: str) -> str | None:
     """The set of which it is one of these numbers, or its error; None: it is none."""
     match = _KEY.fullmatch(key.removesuffix("_se"))
-    if match is None:
-        return None
-    return match[1] or ""
+    return match and (match[1] or "")
 
 
 def unused_from(gains: Sequence[tuple[int, Number]], least: float) -> int | None:
