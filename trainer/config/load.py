@@ -150,8 +150,7 @@ class _Source:
         table = "eval" if named[1] else "data"
         # One of an included file has the name of the source that includes it before its own.
         indices = _named(self.raw.get(table, {}).get("source", []))
-        found = _longest(indices, named[2])
-        return (table, "source", indices.get(found, 0), *named[3].split("."))
+        return (table, "source", indices.get(_longest(indices, named[2]), 0), *named[3].split("."))
 
 
 def line_of(text: str, key: KeyPath) -> int | None:

@@ -32,8 +32,7 @@ class ScheduledWeight(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        points = {x: float(self.points[x]) for x in sorted(self.points)}
-        object.__setattr__(self, "points", points)
+        object.__setattr__(self, "points", {x: float(self.points[x]) for x in sorted(self.points)})
 
     def evaluate(self, x: int) -> float:
         return float(self.evaluate_many(np.array([x]))[0])

@@ -164,8 +164,7 @@ class TextStream:
         return text
 
     def _new_text(self) -> str:
-        before = self._decode(self._context)
-        return self._decode([*self._context, *self._waiting])[len(before) :]
+        return self._decode([*self._context, *self._waiting])[len(self._decode(self._context)) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(np.array(ids, dtype=np.int64))

@@ -139,7 +139,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """In how many places each parameter is."""
-    return Counter(p for part in module.modules() for p in part._parameters.values() if p is not None)
+    return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 
 
 def output_layer(model: nn.Module) -> nn.Linear:

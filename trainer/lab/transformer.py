@@ -127,8 +127,7 @@ def rotations(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]
     """Cosines and sines of the rotary angles, [length, head_dim / 2] each."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = -torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim
-    frequencies = ROTARY_BASE**exponents
-    angles = torch.arange(length, dtype=dtype, device=like.device)[:, None] * frequencies
+    angles = torch.arange(length, dtype=dtype, device=like.device)[:, None] * ROTARY_BASE**exponents
     return angles.cos(), angles.sin()
 
 

@@ -45,8 +45,7 @@ class _RankFormatter(logging.Formatter):
         if self._time_format is not None:
             when = time.strftime(self._time_format, time.gmtime(record.created))
         elif is_terminal() and not os.environ.get("NO_COLOR"):
-            colour = _COLOURS.get(record.levelno, "32")
-            level = f"\033[{colour}m{level}\033[0m"
+            level = f"\033[{_COLOURS.get(record.levelno, '32')}m{level}\033[0m"
         # A name in a message must not act on the terminal. Line breaks stay: tracebacks have them.
         return f"{when}[rank {_rank()}] {level} " + printable_lines(super().format(record))
 

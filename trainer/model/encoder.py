@@ -54,6 +54,7 @@ class _RMSNorm(torch.autograd.Function):
         return normalized
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, scale, weight = ctx.saved_tensors
         # With g = grad * weight: grad_x = scale * (g - unit * mean(g * unit)).

@@ -140,6 +140,7 @@ def run_recorded(run: Run) -> int:
         reason = error.message
         # Before this rank leaves: the others would report a lost connection instead.
         run.watchdog.tell(reason)
+        _say_memory(run, error.__cause__)
         raise
     except Exception as error:
         reason = _report_failure(run, error)
@@ -168,7 +169,12 @@ def _report_failure(run: Run, error: Exception) -> str:
         # Another rank is the cause: where this one stood goes to its own log only.
         every_rank_logger.error("%s", reason)
         run.watchdog.write(frames)
-    messages = run.view.plan.parts.messages
-    if messages is not None and (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in own):
-        run.view.diagnostics.best_effort("out of memory").run(messages.out_of_memory, run)
+    _say_memory(run, error)
     return reason
+
+
+def _say_memory(run: Run, error: BaseException | None) -> None:
+    """Log what takes memory, if there was none left."""
+    messages = run.view.plan.parts.messages
+    if messages is not None and (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
+        run.view.diagnostics.best_effort("out of memory").run(messages.out_of_memory, run)

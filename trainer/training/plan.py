@@ -104,16 +104,14 @@ def weightless(table: ModelTable, vocab_size: int, config: RunConfig | None, par
 
 def width_of(model: nn.Module) -> int:
     """Numbers in one group's state, as the model declares it."""
-    width: Any = model.state_width
-    return int(width)
+    return int(model.state_width)  # type: ignore[arg-type]
 
 
 def make_plan(config: RunConfig, world_size: int, *, parts: Parts = NO_PARTS) -> Plan:
     """Check the config. `parts` have messages about settings that cannot be meant."""
     # First of all, so that every rank and every check sees the same settings.
     config = _with_read_sizes(_for_this_device(config))
-    num_shards = data_shards(config, world_size)
-    sources = resolve_sources(config, num_shards)
+    sources = resolve_sources(config, data_shards(config, world_size))
     facts = check_rules(config, world_size)
     _check_modalities(config, sources)
     eval_sources = resolve_eval_sources(config)

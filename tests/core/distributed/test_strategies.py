@@ -220,6 +220,7 @@ class Units(DropoutModel):
     def __init__(self, vocab_size, dim, num_layers):
         super().__init__(vocab_size, dim)
         self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim)) for _ in range(num_layers))
+        self.layers[-1][1] = self.layers[0][1]  # shared: neither is a unit
 
     def forward(self, tokens, state=None):
         x = self.embedding(tokens)
@@ -239,7 +240,7 @@ class Units(DropoutModel):
 )
 def test_blocks_of_ones_own_are_found_and_wrong_ones_refused(config, tmp_path, own, said):
     (tmp_path / "own_units.py").write_text(UNITS)
-    sets = ("train.steps=3", f"model.target={own}", "model.contract=false", *QUIET)
+    sets = ("train.steps=3", f"model.target={own}", "model.contract=false", "model.num_layers=3", *QUIET)
     extra, code = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, 2 if said else 0
     output = train(config, tmp_path / "fsdp", *sets, *STRATEGIES["fsdp"], nproc=2, extra=extra, code=code)
     assert said in output

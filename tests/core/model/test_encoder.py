@@ -45,6 +45,9 @@ def test_the_norm_is_torchs_with_its_gradients(shape: tuple[int, ...]) -> None:
     found = [each(x) for each in (norm, partial(F.rms_norm, normalized_shape=(5,), weight=norm.weight, eps=1e-3))]
     found = [(each, *torch.autograd.grad(each, (x, norm.weight), grad)) for each in found]
     torch.testing.assert_close(*found, rtol=1e-13, atol=1e-14)
+    twice = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)[0].sum()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        twice.backward()
     norm.bfloat16()(x.float()).sum().backward()  # weights as FSDP gathers them
 
 

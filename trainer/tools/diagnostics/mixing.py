@@ -87,8 +87,7 @@ def uneven_slices(run: RunRecord) -> Outcome:
         return FULL_ROWS
     if any(series(run, SHARE_ERROR).values):  # one source has exactly its share
         return not_measured("with several sources these keys do not say which source they are of")
-    keys = (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)
-    least, most, fraction = aligned(*(series(run, key) for key in keys))
+    least, most, fraction = aligned(*(series(run, key) for key in (REMAINING_MIN, REMAINING_MAX, FRACTION_MIN)))
     if len(least) < limits.UNEVEN_ROWS:
         return not_yet(f"needs {limits.UNEVEN_ROWS} rows, has {len(least)}")
     ratios = list(map(_ratio_of_slices, least.values, most.values, fraction.values))

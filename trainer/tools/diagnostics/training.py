@@ -97,8 +97,7 @@ def batch_size(run: RunRecord) -> Outcome:
     words = f"{number_text(scale.batch)} sequences per step, "
     words += f"noise scale {scale.number} ({scale.where})"
     keys = (f"{B_NOW}_low", B_NOW, f"{B_NOW}_high", B_BIG)
-    rows = [series(run, key).since(scale.step) for key in keys]
-    shown = [row.evidence() for row in rows if row]
+    shown = [row.evidence() for key in keys if (row := series(run, key).since(scale.step))]
     # A lower bound is enough for "too small". The other two verdicts need an upper bound.
     if scale.batch < limits.SMALL_BATCH * scale.low:
         words = f"the batch is too small: {words}; a larger batch takes fewer steps and hardly more tokens"
@@ -173,7 +172,8 @@ def loss_spikes(run: RunRecord) -> Outcome:
         return not_yet(f"needs {limits.SPIKE_BEFORE + 1} logged losses, has {len(loss)} finite")
     hits = find_spikes(loss.values, least_rise)
     if not hits:
-        return healthy(f"no spike behind row {limits.SPIKE_BEFORE}, and the end is not far above the first row")
+        end = ", and the end is not far above the first row" * (loss.values[0] > 0)
+        return healthy(f"no spike behind row {limits.SPIKE_BEFORE}{end}")
     peak = max(hits, key=loss.values.__getitem__)
     before = [loss.values[at] for at in range(peak) if at not in hits][-limits.SPIKE_CENTER :]
     words = f"loss spikes at {counted(len(hits), 'logged step')}, the highest "
