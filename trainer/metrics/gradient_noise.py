@@ -161,8 +161,7 @@ class GradientNoiseScale(NoiseScaleAverage):
             self._middle_at = (num_micros + 1) // 2
         self.stretches.spread, self._by_rank = spread, by_rank
         self._groups: set[Hashable] = set()  # of the rows so far
-        self._repeated, self._rows_before = 0, 0.0
-        self._num_micros = 0  # so far
+        self._repeated, self._rows_before, self._num_micros = 0, 0.0, 0  # so far
         self._is_over = False
         self._is_moved = False  # `.grad` is no longer what this rank has accumulated
         self._window_fires.clear()
@@ -279,6 +278,7 @@ class GradientNoiseScale(NoiseScaleAverage):
         """[NUM_SUMS] float64 on the device: this rank's sums, to be SUM-reduced over ranks."""
         assert not self._is_active, "local_sums between begin_micro and end_micro"
         self._is_over = True
+        self.big_noise *= self._world_size * self._num_micros > 1  # one alone has no B
         sums = self._sums.clone()
         # Without a hook that ran, the sums of the window are unknown, not zero.
         if not self._window_fires:

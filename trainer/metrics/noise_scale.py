@@ -475,7 +475,7 @@ class NoiseScaleAverage:
     @property
     def reason(self) -> str | None:
         """Why `gns/b_simple` is absent; None if it is present."""
-        if len(self._noise.pairs) < MIN_PAIRS:
+        if len(self._noise.pairs) < MIN_PAIRS or not self.big_noise:
             return self._absent or f"{len(self._noise.pairs)} of at least {MIN_PAIRS} windows had an estimate"
         fit = self._noise.fit()
         ratio = fit.ratio()
@@ -495,7 +495,7 @@ class NoiseScaleAverage:
         values: dict[str, float | None] = {"gns/skipped": self.skipped}
         if self.left_out:
             values["gns/left_out"] = self.left_out
-        if len(self._noise.pairs):
+        if self.big_noise:
             fit, current = self._noise.fit(), self.history.current()
             values["gns/tr_sigma"], values["gns/grad_sq"] = fit.now.tolist()
             values |= {"gns/b_small": 1.0 / self.small_noise, "gns/b_big": 1.0 / self.big_noise}

@@ -178,6 +178,7 @@ def test_micro_batches_of_one_document_are_absent_and_leave_the_averages_alone(
     assert gns.drain_metrics()["gns/left_out"] == before["gns/skipped"] == 0.0
     assert isinstance(finished(apart), Window)
     assert gns.metrics() != before
+    assert (type(finished([{1}])), "gns/b_big" in gns.metrics()) == (Absent, False)
 
 
 class Twice(nn.Module):
