@@ -102,7 +102,6 @@ def open_run(
     fingerprint = check_data(plan, found and found[1], info)
     run_dir.data = fingerprint.content
     view, sets = build(plan, run_dir, found, info, device, stack)
-    messages = plan.parts.messages
     if _end_if_over(view):
         return None
     contract = _check_contract(view)
@@ -116,8 +115,8 @@ def open_run(
         uploads.begin(run_dir, position.step, view.diagnostics)
         after_group.callback(uploads.wait, launch.stop)
     open_record(view, stack, launch.config_path, launch.stdout)
-    if info.is_main and messages is not None:
-        messages.begun(view)
+    if info.is_main and plan.parts.messages is not None:
+        plan.parts.messages.begun(view)
     run = assemble(view, sets, launch.stop, stack, fingerprint, uploads)
     if contract is not None:
         view.event(contract)

@@ -211,9 +211,10 @@ SAID = ("distributed.strategy",)
 def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse a config that does not fit the checkpoint's state, and warn about other changes."""
     changed = changed_settings(saved, {}, config, {})
-    # A validation set of which other tokens count is another set.
+    # A validation set that is read otherwise is another set.
     sets = {each["name"] for each in saved["eval"]["source"]} & {each.name for each in config.eval.source}
-    of_sets = {f"eval.source.{name}.{key}" for name in sets for key in ("column", "loss_mask")}
+    how = ("format", "dtype", "eod", "text_split", "column", "loss_mask")
+    of_sets = {f"eval.source.{name}.{key}" for name in sets for key in how}
     breaking = [key for key in changed if key in of_sets or (key.startswith(BREAKING) and key not in HARMLESS)]
     if breaking:
         listed = ["{}: {!r} -> {!r}".format(key, *changed[key]) for key in breaking]

@@ -205,10 +205,10 @@ def test_a_set_of_an_evaluation_is_masked_as_training_or_said_not_to_be(tmp_path
     (tmp_path / "x.toml").write_text(CONFIG)
     train_here(tmp_path / "x.toml", tmp_path / "run", *sets)
     assert "eval source own: all tokens count, and training has loss_mask = mask" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"another config: eval.source.own.loss_mask: None -> 'mask'"):
-        train_here(
-            tmp_path / "x.toml", tmp_path / "run", *sets, "eval.source.own.loss_mask=mask", "checkpoint.resume=auto"
-        )
+    for change in ("loss_mask='mask'", "format='jsonl'"):
+        other = [f"eval.source=[{{name='own', paths=['a.jsonl'], {change}}}]", "checkpoint.resume=auto"]
+        with pytest.raises(UserError, match=f"another config: eval.source.own.{change.partition('=')[0]}: "):
+            train_here(tmp_path / "x.toml", tmp_path / "run", sets[0], *other)
     write_jsonl(tmp_path / "none.jsonl", {"text": TEXTS, "mask": [[] for _ in TEXTS]})
     own = "eval.source=[{name='own', paths=['none.jsonl'], loss_mask='mask'}]"
     train_here(tmp_path / "x.toml", tmp_path / "nothing", sets[0], own)
