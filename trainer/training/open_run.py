@@ -24,7 +24,6 @@ from trainer.files import allow_open_files, is_count
 from trainer.import_path import resolve_target, users_code
 from trainer.metrics.aggregate import Operations, rank_operations
 from trainer.metrics.catalog import plain_names
-from trainer.metrics.catalog_rows import RankReduction
 from trainer.metrics.gradient_noise import GradientNoiseScale
 from trainer.metrics.logger import get_logger, is_terminal
 from trainer.metrics.tracker import MetricsTracker
@@ -216,6 +215,10 @@ def assemble(
         with loading(path, "extensions"):
             extensions.load_state_dict(saved["extensions"])
     own_keys = [*state.shards[0].dataset.metric_keys, *extensions.metric_keys]
+    operations = agreed_operations(own_keys, world_size=info.world_size)
+    for recorder in position.unlogged:  # of the checkpoint, also by what is off now
+        counts = recorder.state_dict()
+        recorder.load_state_dict({key: counts[key] for key in counts if key in operations})
     return Run(
         view=view,
         position=position,
@@ -225,7 +228,7 @@ def assemble(
         periods={config.eval.every, config.checkpoint.every, *extensions.periods} - {0},
         stop=stop,
         tracker=state.tracker,
-        operations=agreed_operations(own_keys, world_size=info.world_size),
+        operations=operations,
         reading=reading,
         train_step=train_step,
         extensions=extensions,
@@ -250,9 +253,7 @@ def agreed_operations(own_keys: Iterable[str], *, world_size: int) -> Operations
     """
     # The names of all metrics that may come, so that every vector has the same length.
     by_rank = gather_from_ranks(rank_operations([*plain_names(), *own_keys]), world_size=world_size)
-    agreed: dict[str, RankReduction] = {}
-    for own in by_rank:
-        agreed = {**own, **agreed}
+    agreed = {key: how for own in reversed(by_rank) for key, how in own.items()}
     for rank, own in enumerate(by_rank):
         other = sorted(key for key in agreed if own.get(key) != agreed[key])
         if other:
@@ -278,8 +279,7 @@ def _start_reading(view: RunView, stack: ExitStack) -> Reading:
         )
         loaders.append(loader)
         stack.callback(loader.close)
-    is_resumed = position.step > 0
-    return Reading(loaders, position.data_states, info=view.info, device=view.device, is_resumed=is_resumed)
+    return Reading(loaders, position.data_states, info=view.info, device=view.device, is_resumed=position.step > 0)
 
 
 def _make_train_step(view: RunView, step_model: nn.Module, loss: Loss, extensions: Extensions) -> TrainStep:
