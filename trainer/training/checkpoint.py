@@ -109,8 +109,8 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> Path:
         logger.warning("the run does not continue from %s, moved to %s", path.name, path.rename(target))
     if comes_back:
         former, found = found, found.rename(checkpoints.resolve() / checkpoint_name(step))
-        replace_link(former, f"../{found.name}")  # for a restart by the same command
         meanwhile.unlink()
+        replace_link(former, f"../{found.name}")  # for a restart by the same command
     for path in complete_checkpoints(checkpoints)[:1]:
         replace_link(checkpoints / LATEST, path.name)
     return found

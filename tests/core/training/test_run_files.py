@@ -42,11 +42,11 @@ def test_a_checkpoint_reads_back_and_latest_points_to_it(tmp_path):
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def killed(monkeypatch, function, *arguments):
-    """Call a function, and end it when it renames for the second time."""
-    renames = iter([Path.rename])
+def killed(monkeypatch, function, *arguments, by="rename"):
+    """Call a function, and end it when it renames, or replaces, for the second time."""
+    renames = iter([getattr(Path, by)])
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *names: next(renames)(*names))
+        patch.setattr(Path, by, lambda *names: next(renames)(*names))
         with pytest.raises(StopIteration):
             function(*arguments)
 
@@ -233,7 +233,6 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     own = tmp_path / "step_00000005"
     assert files.set_aside_after(tmp_path, 5, own) == files.set_aside_after(tmp_path, 5, tmp_path / "latest") == own
     assert files.find(tmp_path, "auto")[0] == own
-    assert files.verify(tmp_path / "abandoned" / "step_00000015")["step"] == 15
     # Back to a branch that was abandoned: no checkpoint here is of it, also none of an earlier step.
     killed(monkeypatch, files.set_aside_after, tmp_path, 10, tmp_path / "abandoned" / "step_00000010")
     assert files.find(tmp_path, "auto")[1]["step"] == 10
@@ -242,8 +241,9 @@ def test_going_back_sets_the_other_branch_aside_so_that_auto_does_not_return_to_
     for resume in ("auto", str(tmp_path / "abandoned" / "step_00000010")):  # the second: by the same command again
         assert files.find(tmp_path, resume) == (back, files.verify(tmp_path / "step_00000010"))
     make_checkpoint(tmp_path, 15)
-    files.set_aside_after(tmp_path, 15, tmp_path / "abandoned" / "step_00000015")
-    assert {path.name[11:] for path in tmp_path.glob("abandoned/*")} == {"05", "10", "15", "15_again"}
+    killed(monkeypatch, files.set_aside_after, tmp_path, 15, tmp_path / "abandoned" / "step_00000015", by="replace")
+    assert files.set_aside_after(tmp_path, 15, files.find(tmp_path, "auto")[0]) == tmp_path / "step_00000015"
+    assert {path.name[11:] for path in tmp_path.glob("abandoned/step*")} == {"05", "10", "15_again"}
 
 
 def test_a_run_is_not_taken_for_a_checkpoint_and_nothing_is_written(config, tmp_path, monkeypatch):
