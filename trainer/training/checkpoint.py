@@ -287,6 +287,7 @@ class _SavedState(BaseModel, strict=True):
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]
     evaluation_is_due: bool
+    boundary_is_due: bool = False
     tracker: _Tracker
     gns: dict[str, Any] | None
     extensions: dict[str, dict[str, Any] | None]

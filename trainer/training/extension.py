@@ -180,8 +180,8 @@ class Extension:
         return {}
 
     def at_boundary(self, step: int, *, is_last: bool) -> None:
-        """After a step that the next one waits for: logged, every `boundary_every`-th, others; not
-        where a signal stops the run. Once more, with `is_last`, if the data prove to end with it."""
+        """After a step that the next one waits for: logged, every `boundary_every`-th, others; if a
+        signal stops the run, as it resumes. Once more, with `is_last`, if the data end with it."""
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumed run: plain values in dicts, lists and tuples; the same on all ranks."""

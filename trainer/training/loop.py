@@ -106,17 +106,12 @@ def run_loop(run: Run) -> str:
 
 
 def _begin(run: Run) -> str | None:
-    """Evaluate if the resumed run still had to. Returns why the run stops before a step, or None.
+    """Do what the resumed run still had to. Returns why the run stops before a step, or None.
 
     The first step may take minutes (compilation), and nothing is lost yet.
     """
-    position = run.position
     is_stopped = any(gather_from_ranks(run.stop.requested, world_size=run.view.info.world_size))
-    if position.evaluation_is_due and not is_stopped:
-        is_stopped = not evaluate(run)
-        if not is_stopped and position.step == position.last_step:
-            run.extensions.call("at_boundary", position.step, is_last=True)
-    return stopped_by(run) if is_stopped else None
+    return stopped_by(run) if is_stopped or not at_boundary(run) else None
 
 
 def next_order(run: Run, before: InFlight | None) -> Order:
@@ -176,8 +171,13 @@ def settle(run: Run, taken: InFlight) -> str | None:
         raise CorruptedError(view.failure)
     every, is_last = view.config.eval.every, number == position.last_step
     position.evaluation_is_due = run.evaluator is not None and (is_last or number % every == 0)
-    if Flag.STOP in outcome.flags or not at_boundary(run, order, is_last=is_last):
+    position.boundary_is_due = order.is_read_at_once
+    if Flag.STOP in outcome.flags or not at_boundary(run):
         return stopped_by(run)
+    every = view.config.checkpoint.every
+    if (position.must_save or (every and number % every == 0)) and not is_last:  # then the loop saves
+        run.watchdog.at("checkpoint", number, may_wait=True)
+        run.saver.save()
     if Flag.SAVE in outcome.flags:
         # Later: the next step may be in flight, and the weights no longer those of this step.
         position.must_save = run.saver.last_saved != number
@@ -258,20 +258,17 @@ def reject(run: Run, taken: InFlight, step: Step) -> None:
     raise NonFiniteError(f"{what}; see what it read: {command}{advice}")
 
 
-def at_boundary(run: Run, order: Order, *, is_last: bool) -> bool:
-    """Evaluate, sample and save where it is due after the step. False: the run is to stop."""
-    position, every = run.position, run.view.config.checkpoint.every
+def at_boundary(run: Run) -> bool:
+    """Evaluate and sample where it is due after the step. False: the run is to stop."""
+    position, is_last = run.position, run.position.step == run.position.last_step
     if position.evaluation_is_due and not evaluate(run):
         return False
-    if order.is_read_at_once:
+    if position.boundary_is_due:
+        position.boundary_is_due, run.saver.last_saved = False, -1  # its checkpoint does not know of it
         run.watchdog.at("extensions", position.step)
         run.extensions.call("at_boundary", position.step, is_last=is_last)
         if run.view.failure and not is_last:  # before anything more is saved
             raise CorruptedError(run.view.failure)
-    is_due = position.must_save or (every and position.step % every == 0)
-    if is_due and not is_last:  # after the last step the loop saves
-        run.watchdog.at("checkpoint", position.step, may_wait=True)
-        run.saver.save()
     return True
 
 
@@ -285,10 +282,8 @@ def evaluate(run: Run) -> bool:
         return run.stop.requested
 
     should_stop()  # tells the watchdog, also if a set has no batch
-    was_due, found = position.evaluation_is_due, run.evaluator.run(position.step, should_stop)
+    found = run.evaluator.run(position.step, should_stop)
     position.evaluation_is_due = found is None
-    if (found is not None or not was_due) and run.saver.last_saved == position.step:
-        run.saver.last_saved = -1  # its checkpoint does not know of it
     if found is None:
         return False
     position.last_eval, more = (position.step, found), run.view.plan.parts.evaluations

@@ -369,7 +369,7 @@ def _end_if_over(view: RunView) -> bool:
         unit, position.last_step = "steps", length.total
     elif position.reached >= length.total:
         position.last_step = position.step
-    if position.evaluation_is_due or position.last_step is None or position.step < position.last_step:
+    if position.boundary_is_due or position.last_step is None or position.step < position.last_step:
         return False
     text = "%s: the run is at step %d, train.%s = %d: nothing is left to do; set it higher to continue"
     logger.info(text, run_dir.path, position.step, unit, length.total)

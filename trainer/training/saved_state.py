@@ -88,6 +88,7 @@ class Saver:
             "data_shards": view.info.world_size * len(state.shards),
             "model_files": saving_ranks(state.model),
             "evaluation_is_due": position.evaluation_is_due,
+            "boundary_is_due": position.boundary_is_due,
             "is_over": position.step == position.last_step and not position.evaluation_is_due,
             "tracker": state.tracker.state_dict(),
             "gns": None if state.gns is None else state.gns.state_dict(),
@@ -197,6 +198,7 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         _restore_ledgers(state, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
     position.reached = saved["reached"]
     position.evaluation_is_due = saved["evaluation_is_due"] and plan.config.eval.every > 0
+    position.boundary_is_due = saved.get("boundary_is_due", False)
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
         # The same in all parts.

@@ -83,6 +83,7 @@ class Position:
     tokens_before: int = 0  # the same without the last finished step
     evaluation_is_due: bool = False
     """After the last finished step, or it was cut short; a resumed run begins with it."""
+    boundary_is_due: bool = False  # the same for extensions, which follow the evaluation
     skipped_in_a_row: int = 0
     untrained_steps: int = 0  # of this launch, without a token to train
     last_eval: tuple[int, dict[str, float]] | None = None  # its step and its numbers

@@ -13,7 +13,7 @@ from tests.support.in_process import train_here
 from tests.support.ranks import checkpoint_differences
 from tests.support.runs import evaluating, losses, read_rows, write_tiny_config
 
-EXTRA = '\nstdout = "off"\n' + evaluating(4, batches=3, saves=3)
+EXTRA = '\nstdout = "off"\n[sample]\nevery = 4\ntokens = 1\n' + evaluating(4, batches=3, saves=3)
 STEPS = 8
 
 
@@ -43,8 +43,7 @@ def go(tmp_path, monkeypatch):
     ],
 )
 def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, monkeypatch, fault, last, logged):
-    whole = go("whole", {})
-    assert whole["state"] == "done"
+    assert go("whole", {})["state"] == "done"
     stopped = go("run", {"what": "signal", **fault})
     assert (stopped["state"], stopped["reason"], stopped["last_step"]) == ("stopped", "stopped by SIGTERM", last)
     record = tmp_path / "run" / "metrics.jsonl"
@@ -59,6 +58,7 @@ def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, monkeypatch, fault, l
     rows, again = record.read_text(), f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000006"
     go("run", {})  # nothing is left, nor to be evaluated again
     assert record.read_text() == rows
+    assert (tmp_path / "run" / "events.jsonl").read_text().count('"event":"sample"') == 2
     go("again", {}, again)
     rows = (tmp_path / "again" / "metrics.jsonl").read_text()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # by torchrun: what was saved since is continued
@@ -69,7 +69,7 @@ def test_a_stop_at_any_moment_is_made_up_for(go, tmp_path, monkeypatch, fault, l
 @pytest.mark.parametrize("moment", [{"mode": "eval", "step": 1}, {"step": 40}])  # the 79th micro-batch
 def test_an_evaluation_at_the_end_of_the_data_that_a_stop_left_out_is_made_up_for(go, tmp_path, moment):
     sets = ("train.steps=9999", "train.micro_batches=3", "data.mixing.repeat=false", "data.mixing.batch_size=12")
-    sets += ("data.seq_len=64", "ledger.capacity=64", "eval.every=999", "checkpoint.every=1", "checkpoint.keep_last=1")
+    sets += ("data.seq_len=64", "ledger.capacity=64", "eval.every=999", "sample.every=999", "checkpoint.every=1")
     stopped = go("run", {"what": "signal", **moment}, *sets)
     assert (stopped["state"], stopped["last_step"]) == ("stopped", 27)
     record = tmp_path / "run" / "metrics.jsonl"
