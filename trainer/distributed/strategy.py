@@ -128,8 +128,7 @@ def gathered(own: Tensor, like: Tensor) -> Tensor:
 
 def saving_ranks(model: nn.Module) -> list[int]:
     """The ranks that save a part of the model: 0, or those of the first replica."""
-    layout = layout_of(model.parameters()) or Layout(1, 1)
-    return list(range(layout.shards))
+    return list(range((layout_of(model.parameters()) or Layout(1, 1)).shards))
 
 
 def part_to_save(tensor: Tensor, rank: int) -> tuple[Tensor, int] | None:

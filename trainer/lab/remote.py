@@ -2,8 +2,7 @@
 
 Rank 0 puts a checkpoint there after it is published, the marker `COMPLETE` last: without it there
 is none. A resume gets one, and verifies it like any other on disk. Credentials and endpoints are
-those that the backend reads from its own environment and files (AWS_ENDPOINT_URL,
-AWS_ACCESS_KEY_ID, ~/.aws for s3): none stand in a config, which is copied into every run.
+those that the backend finds by itself: none stand in a config, which is copied into every run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,12 @@ class Store:
         """The steps of the complete checkpoints, newest first."""
         return sorted((step for step, names in self.names().items() if MARKER in names), reverse=True)
 
-    def put(self, local: Path) -> None:
-        """Upload a complete checkpoint in place of any other of its step, the marker last."""
-        names = [*checkpoint.listed_files(local), MARKER]
+    def put(self, local: Path) -> bool:
+        """Upload a checkpoint in place of any other of its step, marker last; False: it is there."""
+        names, marker = [*checkpoint.listed_files(local), MARKER], self._path(local.name, MARKER)
+        with self._translating(local.name):
+            if self._fs.exists(marker) and self._fs.cat_file(marker) == (local / MARKER).read_bytes():
+                return False
         self._remove(step_of(local))
         for name in names:
             with self._translating(f"{local.name}/{name}"):
@@ -96,6 +98,7 @@ class Store:
                 size, wanted = self._fs.info(path)["size"], (local / name).stat().st_size
                 if size != wanted:
                     raise ValueError(f"has {size} bytes there, not {wanted}")
+        return True
 
     def get(self, step: int, checkpoints: Path) -> Found:
         """Make the checkpoint a local one, in place of its like, and verify it.
@@ -142,8 +145,7 @@ class Store:
                 self._remove(each)
             elif MARKER in names and each > step:
                 directory = self._path(checkpoint_name(each))
-                text = "%s: step %d belongs to an abandoned branch of this run; marked %s there"
-                logger.warning(text, self.url, each, ABANDONED)
+                logger.warning("%s: step %d is now %s", self.url, each, ABANDONED)
                 with self._translating(checkpoint_name(each)):
                     self._fs.mv(f"{directory}/{MARKER}", f"{directory}/{ABANDONED}")
 
@@ -199,8 +201,7 @@ def find_checkpoint(
     store = Store(config.checkpoint.remote)
     uploads = Uploads(store, config.checkpoint)
     try:
-        is_own = Path(resume).resolve().parent == run_dir.checkpoints.resolve()
-        is_own |= bool(checkpoint.complete_checkpoints(run_dir.checkpoints))
+        is_own = bool(checkpoint.complete_checkpoints(run_dir.checkpoints))
         store.claim(config.run.name, is_own=is_own, is_auto=resume == "auto")
         if resume == "auto":
             return _with_best(store, run_dir, _newest(store, run_dir, prepare)), uploads
@@ -240,8 +241,7 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
 def _with_best(store: Store, run_dir: RunDir, found: Found | None) -> Found | None:
     """`found`, once the best checkpoint (`checkpoint.keep_best`), if it is whole, is local too."""
     best = -1 if found is None else checkpoint.best_step(found[0])
-    is_here = (run_dir.checkpoints / checkpoint_name(best) / MARKER).exists()
-    if best >= 0 and not is_here and best in store.steps():
+    if not (run_dir.checkpoints / checkpoint_name(best) / MARKER).exists() and best in store.steps():
         try:
             store.get(best, run_dir.checkpoints)
         except CheckpointError as error:
@@ -263,14 +263,18 @@ class Uploads:
         self._newest, self._busy, self._uploaded = Path(), Path(), Path()
         self._is_tidy = self._has_warned = False
 
-    def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics) -> None:
-        """Start. `step`: the run continues from it; the store's later ones are another branch's."""
-        self._checkpoints, self._step = run_dir.checkpoints, step
+    def begin(self, run_dir: RunDir, step: int, diagnostics: Diagnostics, *, is_over: bool = False) -> None:
+        """Start, with a last checkpoint that the store lacks. `step`: the run continues from it;
+        the store's later ones are another branch's, unless the run `is_over`."""
+        self._checkpoints, self._step, self._is_tidy = run_dir.checkpoints, step, is_over
         # Of its own, and never closed: the thread may write an event until the process ends.
         self._events = EventWriter(run_dir.events)
         self._guard = diagnostics.best_effort("events of checkpoint.remote")
         self._thread = threading.Thread(target=self._run, name="remote checkpoints", daemon=True)
         self._thread.start()
+        path = run_dir.checkpoints / checkpoint_name(step)
+        if checkpoint.complete_checkpoints(run_dir.checkpoints)[:1] == [path]:
+            self.publish(path)
 
     def publish(self, path: Path) -> None:
         """Note a complete checkpoint, and prune local ones but the one that is being uploaded."""
@@ -291,29 +295,25 @@ class Uploads:
             logger.warning("%s does not have the last checkpoint: copy %s there", self._store.url, self._newest)
 
     def _run(self) -> None:
-        with suppress(Exception):  # the first upload tries again
-            self._tidy()
         for path in iter(self._queue.get, None):
             self._busy = path  # first: it may not be pruned from here on
             if path == self._newest:
                 self._upload(path)
             self._busy = Path()
 
-    def _tidy(self) -> None:
-        if not self._is_tidy:
-            self._store.tidy(self._step)
-            self._is_tidy = True
-
     def _upload(self, path: Path) -> None:
         started, step, self._uploaded = time.monotonic(), step_of(path), Path()
         try:
-            self._tidy()
-            self._store.put(path)
-            self._uploaded, seconds = path, time.monotonic() - started
-            self._event("remote_uploaded", global_step=step, seconds=round(seconds, 3))
+            if not self._is_tidy:
+                self._store.tidy(self._step)
+                self._is_tidy = True
+            is_new, self._uploaded = self._store.put(path), path
+            if is_new:
+                seconds = time.monotonic() - started
+                self._event("remote_uploaded", global_step=step, seconds=round(seconds, 3))
             best = checkpoint.best_step(path)
             source = path.with_name(checkpoint_name(best))  # a newer best may have had it pruned
-            if best >= 0 and best not in self._store.steps() and (source / MARKER).exists():
+            if best >= 0 and (source / MARKER).exists():
                 self._busy = source
                 self._store.put(source)
             self._store.prune(**self._retention, spared=best)

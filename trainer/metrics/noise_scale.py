@@ -406,8 +406,7 @@ class PairAverage:
         means, shares = weights @ pairs, sums_of(weights, own)
         deviations = sums_of(weights[:, None] * (pairs - means), own)
         share = float(shares @ shares)  # 1 / (effective number of stretches)
-        left = max(1.0 - share, LEAST_FREE)
-        covariance = deviations.T @ deviations / left
+        covariance = deviations.T @ deviations / max(1.0 - share, LEAST_FREE)
         return Fit(len(pairs), means, covariance, max(1.0 / share - 1.0, 1.0), 1.0 / share)
 
     def state_dict(self) -> dict[str, Any]:

@@ -102,6 +102,9 @@ def open_run(
     run_dir.data = fingerprint.content
     view, sets = build(plan, run_dir, found, info, device, stack)
     if _end_if_over(view):
+        if uploads is not None and run_dir.has_saved():
+            uploads.begin(run_dir, view.position.step, view.diagnostics, is_over=True)
+            after_group.callback(uploads.wait, launch.stop)
         return None
     contract = _check_contract(view)
     # The record is written from here on: a run refused earlier has left it as it was.

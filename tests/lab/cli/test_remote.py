@@ -38,9 +38,6 @@ def test_a_run_resumed_from_the_store_alone_equals_the_run_that_was_never_stoppe
     config, extra, new = config_in(tmp_path, "alone"), server.environment(), tmp_path / "new"
     said = train(config, tmp_path / "whole", extra=extra)
     assert "s3://bucket/alone has the last checkpoint, step_00000006" in said
-    assert complete(server, "alone") == ["step_00000004", "step_00000006"]
-    events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
-    assert 6 in [e["global_step"] for e in events if e["event"] == "remote_uploaded"]
     # As if it had been stopped after step 4, and its machine were gone.
     shutil.rmtree(server.bucket / "alone" / "step_00000006")
     server.restart()
@@ -51,6 +48,8 @@ def test_a_run_resumed_from_the_store_alone_equals_the_run_that_was_never_stoppe
     last = "checkpoints/step_00000006"
     assert checkpoint_differences(tmp_path / "whole" / last, new / last) == []
     assert complete(server, "alone") == ["step_00000004", "step_00000006"]
+    train(config, tmp_path / "whole", more=("--resume", "auto"), extra=extra)  # which is over, and has another one
+    assert (tmp_path / "whole" / "events.jsonl").read_text().count('"remote_uploaded"') == 3
 
 
 STEPS, KILLS = 60, 3

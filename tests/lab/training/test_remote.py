@@ -119,16 +119,18 @@ def test_what_cannot_be_opened_is_refused_by_its_key_and_no_password_is_shown(ur
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_what_was_put_comes_back_and_another_branch_is_set_aside(scheme, url, tmp_path, checkpoints):
     store = Store(url if scheme == "memory" else f"file://{tmp_path}/store")
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         store.put(make_checkpoint(checkpoints.parent / "other", step, value=2.0))
     original = make_checkpoint(checkpoints, 1)
     store.put(original)  # in place of the other
-    store.put(make_checkpoint(checkpoints, 4))
+    newest = make_checkpoint(checkpoints, 2)  # killed before its upload
     store._fs.rm_file(store._path(checkpoint_name(4), MARKER))  # as an interrupted upload leaves it
-    path, _ = store.get(1, tmp_path / "back")
-    assert checkpoint.listed_files(path) == checkpoint.listed_files(original)
-    Uploads(store, CheckpointTable()).begin(RunDir(checkpoints.parent), 2, Diagnostics())  # before it has one to upload
-    until(lambda: store.steps() == [2, 1] and 4 not in store.names())
+    uploads = Uploads(store, CheckpointTable())
+    uploads.begin(RunDir(checkpoints.parent), 2, Diagnostics())  # before it saves another one
+    uploads.wait(SimpleNamespace(requested=False))
+    for step, saved in ((1, original), (2, newest)):
+        assert checkpoint.listed_files(store.get(step, tmp_path / "back")[0]) == checkpoint.listed_files(saved)
+    assert (store.steps(), 4 in store.names()) == ([2, 1], False)
     assert ABANDONED in store.names()[3]
     store.prune(keep_last=1, keep_every=0)
     assert store.steps() == [2]
@@ -212,9 +214,8 @@ def test_a_stop_ends_the_wait_for_a_store_that_hangs(checkpoints, url, caplog):
     store, requests = Faulty(url), iter([False])
     store.may_go_on.clear()
     uploads = Uploads(store, CheckpointTable())
-    uploads.begin(RunDir(checkpoints.parent), -1, Diagnostics())
     path = make_checkpoint(checkpoints, 1)
-    uploads.publish(path)
+    uploads.begin(RunDir(checkpoints.parent), 1, Diagnostics())
     hurried = type("Hurried", (), {"requested": property(lambda _: next(requests, True))})
     uploads.wait(hurried())
     assert f"does not have the last checkpoint: copy {path} there" in caplog.text
