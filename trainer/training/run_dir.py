@@ -236,22 +236,22 @@ def choose_run_dir(
 
 def refuse_taken(given: str, resume: str) -> None:
     """Refuse a directory with another program's record, or a run not to be resumed: by `off`, or a
-    checkpoint that is neither its own nor what its last launch was to continue.
-
-    A run that logged and saved nothing may be begun anew in its directory.
-    """
+    checkpoint that is neither its own nor what its last launch was to continue; by `auto`, if that
+    launch saved nothing. One that logged and saved nothing may be begun anew in its directory."""
     run = RunDir(Path(given))
-    held, fix, continues = "", "name another directory", resume == "auto"
-    if resume not in ("auto", "off"):
-        with suppress(UserError):  # the same command again, such as by torchrun
-            continues = load_config(run.resolved_config).checkpoint.resume == resume
-        if not continues:
-            refuse_absent(resume)
-            continues = run.checkpoints.resolve() in Path(resume).resolve().parents
+    held, fix, before = "", "name another directory", "off"
+    with suppress(UserError):  # the same command again, such as by torchrun
+        before = load_config(run.resolved_config).checkpoint.resume
+    continues = resume == "auto" or (resume == before != "off")
+    if resume != "off" and not continues:
+        refuse_absent(resume)
+        continues = run.checkpoints.resolve() in Path(resume).resolve().parents
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
     is_running = run.status().get("state") == "running"  # it may have just begun
     if not continues and (has_rows or is_running or run.has_saved()):
         held, fix = "a run already", f"continue it with --resume auto, or {fix}"
+    elif resume == "auto" and before not in ("auto", "off") and not run.has_saved():
+        held, fix = "a run that has saved nothing", f"begin it again with --resume {before}, or {fix}"
     elif has_rows and not run.resolved_config.exists() and not run.has_saved():
         held = "a metrics.jsonl that is not of a run of this program"
     if held:

@@ -16,7 +16,7 @@ import torch
 from tests.support.checkpoints import file_content, make_checkpoint
 from tests.support.records import write_lock
 from tests.support.runs import TINY
-from trainer.config.load import load_config
+from trainer.config.load import load_config, to_toml
 from trainer.ending import SAME_REQUEST_SEC, StopRequest
 from trainer.errors import UserError
 from trainer.metrics.payload_contract import build_payload, encode_payload
@@ -142,16 +142,16 @@ def test_a_new_run_gets_a_directory_of_its_own(config, tmp_path):
 def test_a_directory_is_used_again_only_if_its_run_left_no_row_and_no_checkpoint(config, tmp_path, rows, step):
     run, other = RunDir(tmp_path / "run"), make_checkpoint(tmp_path / "other" / "checkpoints", 5)
     run.create()
-    run.resolved_config.write_text("[train]")  # of another config
+    run.resolved_config.write_text(to_toml(config).replace('resume = "off"', 'resume = "x"'))
     run.metrics.write_text(rows * (encode_payload(build_payload("train", 1, {"loss": 1.0})) + "\n"))
     if step is not None:
         make_checkpoint(run.checkpoints, step)
         own = str(run.path / ".." / "run" / "checkpoints" / "latest")
         assert choose_run_dir(config, str(run.path), own).path == run.path
-    for resume in ("off", str(other)):
-        if rows or step is not None:
+    for resume in ("off", str(other), "auto"):
+        if {"auto": step is None}.get(resume, rows or step is not None):
             for restarted in (False, resume == "off"):  # by torchrun, after the first attempt was refused
-                with pytest.raises(UserError, match="holds a run already; continue it with --resume auto"):
+                with pytest.raises(UserError, match=r"a run (already; continue .* auto|that .* nothing; begin .* x),"):
                     choose_run_dir(config, str(run.path), resume, is_restarted=restarted)
         else:
             assert choose_run_dir(config, str(run.path), resume).path == run.path
