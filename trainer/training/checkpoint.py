@@ -38,7 +38,7 @@ from trainer.import_path import users_code
 from trainer.metrics.logger import get_logger
 from trainer.training.tensor_files import CheckpointError, model_file, rank_file
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 LATEST = "latest"
@@ -287,7 +287,7 @@ class _SavedState(BaseModel, strict=True):
     reached: Count
     tokens: Annotated[list[Count], Field(min_length=2, max_length=2)]
     evaluation_is_due: bool
-    boundary_is_due: bool = False
+    boundary_is_due: bool
     tracker: _Tracker
     gns: dict[str, Any] | None
     extensions: dict[str, dict[str, Any] | None]

@@ -198,7 +198,7 @@ def restore(path: Path, saved: Mapping[str, Any], plan: Plan, state: TrainState,
         _restore_ledgers(state, parts, is_same=is_same, may_grow=not plan.config.ledger.capacity)
     position.reached = saved["reached"]
     position.evaluation_is_due = saved["evaluation_is_due"] and plan.config.eval.every > 0
-    position.boundary_is_due = saved.get("boundary_is_due", False)
+    position.boundary_is_due = saved["boundary_is_due"]
     position.tokens_before, position.tokens = saved["tokens"]
     with loading(path, "counts"):
         # The same in all parts.
