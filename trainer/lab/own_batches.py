@@ -39,6 +39,8 @@ from trainer.wording import counted
 IDS = ("tokens", "targets")
 ENDS = OPTIONAL_CARRY_KEYS[:2]
 HOST_KEYS = {*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, *BATCH_EXTRAS}
+OF_ROWS = (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS, "pack_num_samples")
+OF_TARGETS = ("tokens", "resets", "segment_ids", "token_types")
 
 
 def own_batches(
@@ -147,7 +149,7 @@ class OwnBatches:
         if values.is_complex() or values.dtype == torch.bool:
             dtype = values.dtype
         found = values.to(dtype, copy=True)
-        return found if self._device is None or key in IDS else to_device(found, self._device)
+        return found if self._device is None or key in (*IDS, "resets") else to_device(found, self._device)
 
     def first(self) -> dict[str, Any]:
         """The first batch. Raises UserError: there is none."""
@@ -177,47 +179,42 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
     if "targets" not in batch or "state" in batch:
         keys = ", ".join(sorted(map(str, batch))) or "nothing"
         yield f"has no targets, or a state; it has {keys}", "give targets, [B, T]; the state is the trainer's to give"
-    targets = batch["targets"]
-    is_read = isinstance(targets, Tensor) and isinstance(batch.get("tokens", targets), Tensor)
-    if not is_read or targets.dtype not in (torch.long, torch.get_default_dtype()):
-        yield "has targets, or tokens, that are no array of integers or floats", "give an array, a tensor or lists"
-    shape, given = np.shape(targets), np.shape(batch.get("tokens", targets))
-    is_row = len(shape) == 2 or (len(shape) > 2 and targets.is_floating_point())
-    is_row = is_row and 0 not in shape and given[:1] == shape[:1]
-    if not is_row or (len(given) == 2 and given != shape[:2]):  # tokens may be features [B, T, D]
-        shapes = " and ".join(f"{key} {list(np.shape(batch[key]))}" for key in IDS if key in batch)
-        yield f"has {shapes}", "give ids as [B, T], and targets that are floats as [B, T, ...], with at least one row"
+    targets, shape = batch["targets"], np.shape(batch["targets"])
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.long, torch.get_default_dtype()):
+        yield "has targets that are no integers or floats", "give an array, a tensor or lists"
+    if 0 in shape or not (len(shape) == 2 or (len(shape) > 2 and targets.is_floating_point())):
+        yield f"has targets {list(shape)}", "give ids [B, T], or floats [B, T, ...], of at least one row"
+    for key, wanted in (dict.fromkeys(OF_ROWS, shape[:1]) | dict.fromkeys(OF_TARGETS, shape[:2])).items():
+        array, given = _on_host(batch.get(key)), np.shape(batch.get(key))
+        is_fit = array is None or array.dtype.kind in {"is_last": "biu", "resets": "b"}.get(key, "iu")
+        if key in batch and not (is_fit and given == wanted):
+            found = getattr(array, "dtype", type(batch[key]).__name__)
+            yield f"has {key} {list(given)} of {found}", f"give integers {list(wanted)}; is_last, resets: booleans"
     for key, num_ids in zip(IDS, (vocab_size, num_targets), strict=True):
         array = _on_host(batch.get(key))
-        if array is not None and array.dtype.kind == "i":  # floats may be features
+        if array is not None and array.dtype.kind == "i":
             is_judged = (key == "tokens") | (array != IGNORED)
             wrong = array[((array < 0) & is_judged) | (array >= num_ids)]
             if wrong.size:
                 problem = f"has the {key[:-1]} id {wrong[0]}, and the vocabulary has 0 to {num_ids - 1}"
                 fix = f"mark targets that are not to be predicted with {IGNORED}, or " * (key == "targets")
                 yield problem, f'{fix}set data.tokenizer = "ids", and data.vocab_size to the number of ids'
-    for key in (*CARRY_KEYS, *OPTIONAL_CARRY_KEYS):
-        if key in batch and np.shape(batch[key]) != shape[:1]:
-            found = list(np.shape(batch[key]))
-            yield f"of {shape[0]} rows has {key} {found}", "give one for each row"
+    segments = _on_host(batch.get("segment_ids"))
+    if segments is not None and not -1 <= segments.min() <= segments.max() < segments.size:
+        yield f"has segment_ids up to {segments.max()}", "number its segments from 0 on; -1: none"
     if len(batch.keys() & ENDS) == 1:
         yield f"has only one of {' and '.join(ENDS)}", "give both, or none"
+    yield from _wrong_groups(batch)
+
+
+def _wrong_groups(batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("group_ids", "end_ids"):
-        ids = _on_host(batch.get(key))
-        yield from () if ids is None else _wrong_groups(key, ids)
-
-
-def _wrong_groups(key: str, ids: np.ndarray) -> Iterator[tuple[str, str]]:
-    outside = ids
-    if ids.dtype.kind in "iu":
-        outside = ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]
-    if outside.size:
-        problem = f"has {key} of type {ids.dtype}, such as {outside[0]}"
-        yield problem, "use integers from 0 to 2^63 - 1, or -1 for a row without state"
-        return
-    known, counts = np.unique(ids[ids >= 0], return_counts=True)
-    for twice in known[counts > 1]:
-        yield f"has the group {twice} twice", "a group's cells follow each other: put them into different batches"
+        if (ids := _on_host(batch.get(key))) is not None:
+            for outside in ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]:
+                yield f"has {outside} in {key}", "use integers from 0 to 2^63 - 1, or -1 for a row without state"
+            known, counts = np.unique(ids[ids >= 0], return_counts=True)
+            for twice in known[counts > 1]:
+                yield f"has the group {twice} twice", "its cells follow each other: put them into different batches"
 
 
 def _on_host(values: Any) -> np.ndarray | None:
