@@ -115,8 +115,12 @@ class OwnBatches:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._dataset, name)
         if name == "state_dict":
-            return lambda: copy.deepcopy(value())
+            return partial(self._state, value)
         return partial(self._resume, value) if name == "load_state_dict" else value
+
+    def _state(self, give: Callable[[], Any]) -> Any:
+        with users_code(self._key, "has a state_dict() that fails"):
+            return copy.deepcopy(give())
 
     def _resume(self, load: Callable[[Any], None], state: Any) -> None:
         self._due = None

@@ -55,6 +55,8 @@ def test_batches_and_states_survive_what_is_read_ahead_of_a_data_set_with_one_bu
     assert [int(each.inputs["tokens"][0, 0]) for each in batches] == list(range(20))
     assert [each.state["sources"][0]["next"] for each in batches] == list(range(1, 21))
     assert not hasattr(OwnBatches([], vocab_size=256, key="own"), "state_dict")
+    with pytest.raises(UserError, match=r"own: has a state_dict\(\) that fails: TypeError"):
+        OwnBatches(OneBuffer, vocab_size=256, key="own").state_dict()
 
 
 def good(**changed):
