@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -38,7 +37,7 @@ def test_losses_by_source_and_modality_are_those_of_their_rows():
     assert values["source/right/loss"] == pytest.approx(float(ce[1, 0, 0]))
     assert values["modality/text/loss"] == pytest.approx(values["loss"])
     assert values["accuracy"] == pytest.approx(2 / 3)
-    segments = {"dataset_labels": ("left", "right"), "segment_ids": np.array([[-1, 0, 0], [1, 1, 1]])}
+    segments = {"dataset_labels": ("left", "right"), "segment_ids": [[-1, 0, 0], [1, 1, 1]]}
     values, _ = collected(segments, torch.where(LOGITS == 3.0, -torch.inf, LOGITS))  # the right one is infinite
     assert values["source/left/loss"] == pytest.approx(float(ce[0, 1, 2]))
 
