@@ -243,7 +243,7 @@ class Loader:
         if not isinstance(metrics, Mapping):  # not known, which is not 0
             if metrics is not None:
                 self._guard.fail(TypeError(f"drain_step_metrics() gave {short_repr(metrics)}, no mapping"))
-            metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", ()))
+            metrics = dict.fromkeys(getattr(self._dataset, "metric_keys", None) or ())
         targets, trained = batch["targets"], batch.pop(TRAINED, None)
         # A tensor on a device must not be waited for.
         if not isinstance(targets, Tensor) or targets.device.type == "cpu":

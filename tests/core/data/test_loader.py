@@ -24,7 +24,7 @@ class Counting:
 
     def __init__(self, size, fail=-1):
         self.made, self.size, self.fail = 0, size, fail
-        self.drain_step_metrics = float  # no mapping, which costs the metrics
+        self.drain_step_metrics, self.metric_keys = float, None  # no mapping, which costs the metrics
 
     def __iter__(self):
         while self.made < self.size:
