@@ -91,14 +91,13 @@ class BlendDataset:
     ) -> None:
         if not sources:
             raise UserError("data.source", "a blend needs at least one source", "add a [[data.source]]")
-        names = [source.name for source in sources]
+        self._names = names = [source.name for source in sources]
         if twice := next((name for name in names if names.count(name) > 1), ""):
             raise UserError("data.source", f"two sources are called {twice!r}", "rename one")
         self.sources = list(sources)
         self.lane_sets: Mapping[int, int] = {}  # of full rows, see `LaneBlend`
         self._micro_batches = micro_batches
         self._iterators = [iter(source.dataset) for source in self.sources]
-        self._names = names
         self._seed = seed
         # With the names: a nested blend draws its own numbers.
         self._uniforms = KeyedUniforms("blend", seed, *names)
@@ -388,6 +387,8 @@ def _keys_of(dataset: Any, taken: Set[str], guard: BestEffort) -> list[str] | No
     keys = getattr(dataset, "metric_keys", None)
     if keys is None or not hasattr(dataset, "drain_step_metrics") or isinstance(dataset, BlendDataset):
         return None
+    if isinstance(keys, str):  # its letters would be names
+        raise TypeError(f"metric_keys must be a tuple of texts, got {keys!r}")
     found = [key for key in keys if is_name(key, guard.leave_out)]
     foreign = {key for key in found if key in taken or (is_built_in(key) and not key.startswith(SOURCE_ROWS))}
     for key in sorted(foreign):

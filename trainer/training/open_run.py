@@ -357,9 +357,9 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
                 made = resolve_target(table.target, "extension.target")(view, **table.args)
                 if not isinstance(made, Extension):
                     raise TypeError(f"must make an Extension, got {short_repr(made)}")
-                counts, keys = (made.num_sums, made.boundary_every), made.metric_keys
-                if not all(map(is_count, counts)) or not all(isinstance(key, str) for key in keys):
-                    raise TypeError("num_sums and boundary_every must be counts, metric_keys texts")
+                counts, keys = map(is_count, (made.num_sums, made.boundary_every)), made.metric_keys
+                if isinstance(keys, str) or not all([*counts, *(isinstance(key, str) for key in keys)]):
+                    raise TypeError("num_sums and boundary_every must be counts, metric_keys a tuple of texts")
             same = sum(each.target == table.target for each in config.extension[:number])
             found[f"{table.target} ({same})"] = made
     return found

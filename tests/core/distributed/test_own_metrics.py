@@ -34,10 +34,7 @@ class Names(Own):
         return {**reserved, **{key: 1.0 + self.rank for key in self.metric_keys if str(key).startswith("my/")}}
 
 class NoNames(Own):
-    drain_step_metrics = dict
-    @property
-    def metric_keys(self):
-        raise KeyError("no keys")
+    drain_step_metrics, metric_keys = dict, "my/text"
 
 class Values(Own):
     metric_keys = ("my/both", "my/huge", "stream_mixing/refill/exhaust_events")
@@ -80,12 +77,15 @@ def test_names_are_agreed_on_and_those_that_are_none_or_the_trainer_s_cost_one_w
     for key in ("gns/b_simple", "non_finite_steps", "lr", "eval_loss"):
         assert said.count(f"metric '{key}' is left out: the trainer reports a metric of this name itself") == 2  # ranks
     assert said.count("the name of a metric must be a text that is not empty") == 2 * 4
-    assert said.count("metrics of the source nonames failed and is off from now on: KeyError: 'no keys'") == 2
+    assert (
+        said.count("metrics of the source nonames failed and is off from now on: TypeError: metric_keys must be") == 2
+    )
     assert said.count("metrics of the source nonames failed during the run; what it reports is missing") == 2
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (event,) = (event for event in events if event["event"] == "diagnostic_disabled")  # before the file was open
-    assert (event["name"], event["error"]) == ("metrics of the source nonames", "KeyError: 'no keys'")
-    assert "in metric_keys" in event["traceback"]
+    assert event["name"] == "metrics of the source nonames"
+    assert event["error"] == "TypeError: metric_keys must be a tuple of texts, got 'my/text'"
+    assert "in _keys_of" in event["traceback"]
 
 
 def test_a_bad_value_and_a_drain_that_raises_cost_their_own_keys_and_no_total_lies(tmp_path):

@@ -79,7 +79,7 @@ class Breaks(Extension):
     def __init__(self, run, *, at, rank=0):
         super().__init__(run)
         self.at, self.rank = at, rank
-        self.metric_keys = (f"own/{at}", 3)[: 1 + (at == "names")]
+        self.metric_keys = {"names": ("own/names", 3), "a text": "own/text"}.get(at, (f"own/{at}",))
 
     def breaks(self, moment):
         if moment == self.at and self.run.info.rank == self.rank:
@@ -170,7 +170,7 @@ def test_one_that_finds_a_failure_at_a_boundary_ends_the_run_before_it_is_saved(
         ('{target = "own_extensions:Counts", args = {other = 1}}', "other"),
         (table("Counts", num_sums=0), "but num_sums = 0"),
         (table("Counts", num_sums=-1), "own_extensions:Counts.*num_sums and boundary_every must be counts"),
-        (table("Breaks", at="names"), "own_extensions:Breaks.*metric_keys texts"),
+        *((table("Breaks", at=at), "own_extensions:Breaks.*a tuple of texts") for at in ("names", "a text")),
         ('{target = "own_extensions:make"}', "must make an Extension, got None"),
         ('{target = "own_extensions:Exits"}', r"sys.exit\(3\) was called"),
     ],
