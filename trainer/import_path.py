@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,9 @@ def refuse_arguments(
 ) -> None:
     """Refuse keyword arguments that a function does not take, if it shows its signature."""
     try:
-        with suppress(ValueError):  # hidden by one written in C; a `partial` may fail when called
-            inspect.signature(function).bind(**given)
-    except TypeError as error:
-        problem = f"cannot call {name} with {', '.join(map(str, given)) or 'no arguments'}: {error}"
-        raise UserError(key, problem, fix) from error
+        inspect.signature(function).bind(**given)
+    except (TypeError, ValueError) as error:
+        cause = error.__cause__ or error  # why a `partial` has no signature
+        if isinstance(cause, TypeError):  # else it is hidden by one written in C
+            problem = f"cannot call {name} with {', '.join(map(str, given)) or 'no arguments'}: {cause}"
+            raise UserError(key, problem, fix) from error

@@ -126,21 +126,15 @@ class MuonWithAdamW(Skipping, CombinedOptimizer):
         self._link_groups()
 
 
-def resolve_own(target: str, groups: list[ParameterGroup], table: OptimizerTable) -> Any:
-    """The custom function that makes an optimizer. A UserError if it does not take its arguments."""
-    build = resolve_target(target, "optimizer.target")
-    given = with_own({"lr": table.lr}, table.args, "optimizer.args", "set optimizer.lr")
-    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
-    return build
-
-
 def build_custom(
     model: nn.Module, groups: list[ParameterGroup], table: OptimizerTable, target: str
 ) -> torch.optim.Optimizer:
     """The custom optimizer, which must take all parameters that are trained, and a step without arguments."""
-    build = resolve_own(target, groups, table)
+    build = resolve_target(target, "optimizer.target")
+    given = with_own({"lr": table.lr}, table.args, "optimizer.args", "set optimizer.lr")
+    refuse_arguments(partial(build, groups), f"{target} with parameter groups, and", given, key="optimizer.args")
     with users_code("optimizer.target", f"{target} fails"):
-        optimizer = build(groups, lr=table.lr, **table.args)
+        optimizer = build(groups, **given)
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         problem = f"{target} gave a {kind}, not an optimizer"
@@ -153,8 +147,7 @@ def build_custom(
     taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in taken]
     if left:
-        parameters = counted(len(left), "parameter")
-        problem = f"{target} leaves {parameters} out, which would never be trained: {few(left)}"
+        problem = f"{target} leaves {counted(len(left), 'parameter')} out, which would never be trained: {few(left)}"
         raise UserError("optimizer.target", problem, "give it all parameters; freeze those to be left (requires_grad_)")
     fused = [each for each in optimizer.param_groups if each.get("fused")]
     if fused and issubclass(type(optimizer), torch.optim.SGD):

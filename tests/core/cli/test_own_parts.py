@@ -159,7 +159,8 @@ def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
         ("model.target=own_parts:frozen", "own_parts:frozen gave a model without a parameter to train"),
         ("model.target=own_parts:widthless", "own_parts:widthless fails: ZeroDivisionError"),
         ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' is the first match of no "),
-        ("optimizer.target=own_parts:Bigram", "optimizer.args: cannot call own_parts:Bigram with parameter groups, "),
+        ("optimizer.target=platform:machine", "cannot call platform:machine with parameter groups, and with lr: too"),
+        ("optimizer.target=torch.optim:LBFGS", "optimizer.target: torch.optim:LBFGS fails: ValueError: LBFGS"),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused_by_check_in_one_line(tmp_path, monkeypatch, capsys, override, message):

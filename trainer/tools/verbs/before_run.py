@@ -179,13 +179,12 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
     from trainer.import_path import refuse_arguments, resolve_target, with_own
     from trainer.lab.extensions import refuse_unfit_best
     from trainer.lab.models import recompute_blocks
-    from trainer.lab.optimizers import resolve_own
     from trainer.lab.remote import Store
     from trainer.lab.sharding import output_layer, shard_units
     from trainer.lab.weights import check_fit, read_weights
     from trainer.tools.survey import refuse_empty
     from trainer.training import checkpoint
-    from trainer.training.optimizer import parameter_groups
+    from trainer.training.optimizer import build_optimizer
     from trainer.training.plan import make_auxiliary
     from trainer.training.record import check_config
 
@@ -203,9 +202,7 @@ def _refuse_what_a_run_would(plan: Plan, model: nn.Module) -> None:
             given = with_own({"rank": 0, "world_size": 1}, {"seed": 0, "seq_len": 1, **table.args}, f"{name}: args")
             made = resolve_target(table.target, f"{name}: target")
             refuse_arguments(made, table.target, given, key=f"{name}: target")
-    groups = parameter_groups(model, config.optimizer)
-    if config.optimizer.target is not None:
-        resolve_own(config.optimizer.target, groups, config.optimizer)
+    build_optimizer(model, config.optimizer, plan.parts)
     if config.objective.chunk_tokens:
         output_layer(model)
     refuse_unfit_best(plan, model, make_auxiliary(config.objective, model, plan.parts))
