@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.import_path import users_code
 from trainer.metrics.best_effort import BestEffort, SkipBatch
 from trainer.options import CoordOptions, ObjectiveOptions
-from trainer.wording import few
+from trainer.wording import few, metrics_problem
 
 COMPONENTS = ("token_ce", "z_loss", "coord")
 """Names of all built-in components; "own" is that of a custom loss."""
@@ -274,8 +274,7 @@ class Auxiliary:
         return result
 
     def _leave_out_others(self, metrics: Any) -> None:
-        if not isinstance(metrics, Mapping):
-            refuse_output(f"metrics as a {type(metrics).__name__}, no mapping of names to numbers")
+        refuse_output(metrics_problem(metrics))
         for name in metrics.keys() - set(self.metric_keys):
             self._guard.leave_out(name, "the model's metric_keys do not list it")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def printable(text: str) -> str:
@@ -74,3 +74,8 @@ def decimals_text(value: float) -> str:
     if value and not float(text):
         text = f"{value:.1e}"
     return text
+
+
+def metrics_problem(metrics: object) -> str:
+    """The mistake of an output's metrics, after "it returns"; empty if there is none."""
+    return f"metrics as a {type(metrics).__name__}, no mapping of names to numbers" * (not isinstance(metrics, Mapping))

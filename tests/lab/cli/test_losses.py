@@ -13,6 +13,7 @@ from tests.support.in_process import program
 from tests.support.runs import FULL_ROWS, overrides, read_rows, train, write_tiny_config
 
 MODULE = """
+from functools import partial
 import torch
 from torch import nn
 from trainer.metrics.catalog import register
@@ -41,20 +42,18 @@ class Regular(nn.Module):
         kept = [name for name in losses if self.returned == name or self.returned != "no norm" and name != "other"
                 or name in ("energy", "size")]
         metrics = {"my/calls": 1.0, "my/last": tokens.float().mean(), "my/unknown": 1.0}
+        metrics = {"metrics as a number": 3}.get(self.returned, metrics)
         return ModelOutput(output.logits, output.state, {name: losses[name] for name in kept}, metrics)
 
 def build_model(vocab_size, dim, num_layers, *, returned="all"):
     return Regular(returned, vocab_size=vocab_size, dim=dim, num_layers=num_layers)
 
-def bad_keys(vocab_size, dim, num_layers):
+def bad_keys(vocab_size, dim, num_layers, keys=["energy"]):
     model = build_model(vocab_size, dim, num_layers)
-    model.loss_keys = ["energy"]
+    model.loss_keys = keys
     return model
 
-def taken_name(vocab_size, dim, num_layers):
-    model = build_model(vocab_size, dim, num_layers)
-    model.loss_keys = {"z_loss": "tokens"}
-    return model
+taken_name = partial(bad_keys, keys={"z_loss": "tokens"})
 
 class Missed:
     def __init__(self, form="tokens"):
@@ -147,6 +146,7 @@ def test_what_replaces_the_cross_entropy_is_trained_on_and_reported(config):
         ((OWN, "objective.args.form=all"), "objective.target: fails on a few tokens: ValueError: the loss is nan"),
         (("model.args.returned=other",), 'returns the loss other, which is not in its loss_keys: {"other": "tokens"}'),
         (("model.args.returned=no norm",), "returns no loss norm in train(), which its loss_keys name"),
+        (("model.args.returned=metrics as a number",), "returns metrics as a int, no mapping of names to numbers"),
         (("model.args.returned=energy in one shape",), "loss energy by tokens with the shape [16], not [1, 16] or []"),
         (("model.target=own_losses:taken_name",), "model.target: loss_keys name z_loss, which is a loss of the"),
         ((OWN, "objective.z_loss=0.1"), "objective: z_loss would have no effect beside target"),

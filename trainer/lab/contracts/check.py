@@ -11,7 +11,7 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -45,6 +45,8 @@ from trainer.lab.contracts.trial import (
     relative,
     untestable,
 )
+from trainer.model.protocol import extras_of
+from trainer.wording import metrics_problem
 
 RANDOM = (
     "the same call in eval() gives another answer each time, by {:.1e} of the logits' spread: is there "
@@ -160,18 +162,17 @@ def _check_forward(subject: Subject, request: Request) -> None:
             state = [1, width] if width else None
             inputs = f"tokens {[1, length]} and state {state}" + ", and a reset within the row" * request.resets
             raise CallFailed(f"its forward fails{where} with {inputs}: {text}") from error
-        problem = subject.mismatch(output, tokens) or _loss_mismatch(model, output, length)
+        problem = subject.mismatch(output, tokens) or _mismatch_of_extras(model, output, length)
         if problem:
             raise CallFailed(f"its forward returns{where} {problem}{_place_of_forward(model)}")
 
 
-def _loss_mismatch(model: nn.Module, output: Any, length: int) -> str:
-    """The problem of the losses for one row; what they depend on may be anything."""
-    losses: Any = getattr(output, "losses", None)
-    if losses is None:
-        losses = {}
-    if not hasattr(model, "loss_keys") and isinstance(losses, Mapping) and not losses:
-        return ""
+def _mismatch_of_extras(model: nn.Module, output: Any, length: int) -> str:
+    """The problem of losses and metrics for one row; what they depend on may be anything."""
+    losses, metrics = extras_of(output)
+    problem = metrics_problem(metrics)
+    if problem or (not hasattr(model, "loss_keys") and losses == {}):
+        return problem
     from trainer.lab.auxiliary import declared_losses, loss_problem  # of such models alone
 
     return loss_problem(losses, declared_losses(model), (1, length), needs_all=model.training)
