@@ -299,6 +299,8 @@ def build_model(
         problem = f"a {type(model).__name__}, not a module"
     elif not any(parameter.requires_grad for parameter in model.parameters()):
         problem = "a model without a parameter to train"
+    elif any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        problem = "a model with parameters that have no shape yet"
     elif not isinstance(width, Integral) or width < 0:
         problem = f"a model with state_width {width!r}, not an integer from 0 on"
     if problem:

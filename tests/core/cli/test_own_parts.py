@@ -75,7 +75,7 @@ class Sometimes(Bigram):
         return ModelOutput(logits if tokens[0, 0] % 3 else logits + self.second(tokens), None)
 
 frozen = lambda vocab_size, dim, num_layers: Bigram(vocab_size).requires_grad_(False)
-not_a_model = lambda vocab_size, dim, num_layers: object()
+not_a_model, lazy = lambda vocab_size, dim, num_layers: object(), lambda dim, **_: nn.LazyLinear(dim)
 widthless = lambda vocab_size, dim, num_layers: type("Odd", (), {"state_width": property(lambda self: 1 / 0)})()
 """
 
@@ -157,6 +157,7 @@ def test_groups_that_move_between_ranks_are_refused_by_name(tmp_path):
         ("model.target=own_parts:not_a_model", "gave a object, not a module"),
         ("eval={target='own_parts:Bigram'}", "eval.target: cannot call own_parts:Bigram with model, tokenizer, step, "),
         ("model.target=own_parts:frozen", "own_parts:frozen gave a model without a parameter to train"),
+        ("model.target=own_parts:lazy", "own_parts:lazy gave a model with parameters that have no shape yet"),
         ("model.target=own_parts:widthless", "own_parts:widthless fails: ZeroDivisionError"),
         ("optimizer.group=[{match='*.embeding.*'}]", "optimizer.group: '*.embeding.*' is the first match of no "),
         ("optimizer.target=platform:machine", "cannot call platform:machine with parameter groups, and with lr: too"),
