@@ -43,7 +43,7 @@ def end_process(code: int, last_words: Callable[[], object] = lambda: None) -> N
     """End the process from any thread, after `last_words`, whatever the others wait for."""
     # Not waited for long: they may need a lock that a hanging thread holds, or a disk that is gone.
     within(LAST_WORDS_SEC, last_words)
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed at the start is None
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # closed at the start: None
         within(FLUSH_SEC, stream.flush)
     os._exit(code)
 
@@ -69,7 +69,7 @@ class StopRequest:
         self.on_end: Callable[[str], object] = str
         """Called with the reason before the process is ended without waiting."""
         self.signal_name: str | None = None
-        self.is_muted = False  # logs no request: the run ends by itself, and torchrun ends other ranks
+        self.is_muted = False  # logs no request: the run ends by itself, torchrun ends others
 
     def install(self) -> bool:
         """Handle the stop signals of this process, from its main thread. False: it does already."""

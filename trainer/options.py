@@ -39,8 +39,7 @@ def part_options(cls: Any) -> Any:
 
 @part_options
 class Options:
-    """Base class. Raises a ValueError if a value is of another type, out of range or in conflict
-    with others."""
+    """Base class. Raises a ValueError if a value is of another type, out of range or in conflict."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}

@@ -69,7 +69,8 @@ def sign(path: Path) -> None:
 
 
 STATE = {"data_shards": 1, "model_files": [0], "reached": 1, "tokens": [1, 1], "gns": None, "extensions": {}}
-STATE |= {"evaluation_is_due": False, "boundary_is_due": False, "tracker": {"tokens_seen": 1, "smoothed": {}}, "config": {}}
+STATE |= {f"{what}_is_due": False for what in ("evaluation", "boundary")}
+STATE |= {"tracker": {"tokens_seen": 1, "smoothed": {}}, "config": {}}
 
 
 def make_checkpoint(directory: Path, step: int, value: float = 1.0) -> Path:

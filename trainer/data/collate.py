@@ -135,8 +135,7 @@ class Collator:
     `pack_num_samples` int64 [B]; `instability_meta_json`.
 
     With `runs_on`: `resets` bool [B, T], and `end_ids`, `end_cell_index` int64 [B], the group that
-    continues behind the row, -1 for none, and its cell; a row that begins with a new group looks up
-    none.
+    continues behind the row, -1 for none, and its cell; a row that begins a group looks up none.
     """
 
     _unknown: float = IGNORED  # the target of a gap

@@ -150,7 +150,7 @@ class Watchdog:
         return self.hang or f"another rank has ended without a word, killed perhaps (here: {own})"
 
     def write(self, text: str) -> None:
-        """Write details to this rank's log that do not belong on stderr; a full disk costs only these."""
+        """Write details to this rank's log that are not for stderr; a full disk costs only these."""
         with suppress(OSError):
             self._log.write(f"{text}\n".encode())
 

@@ -90,8 +90,7 @@ class AuxiliaryLosses(Auxiliary):
         self._tokens_per_row = counts[0] / counts[1].clamp(min=1).double()
 
     def __call__(self, result: ObjectiveOutput, output: Any, micro: Any) -> ObjectiveOutput:
-        """See `Auxiliary`. Without gradient, losses by rows are only among the parts: rows have not
-        been counted."""
+        """See `Auxiliary`. Without gradient, losses by rows are only among the parts."""
         trains, weights = torch.is_grad_enabled(), weights_of(micro.targets)  # [B, T]
         found, metrics = extras_of(output)
         refuse_output(loss_problem(found, self._declared, weights.shape, needs_all=trains))

@@ -3,8 +3,7 @@
 The backward runs blocks again (`train.activation_checkpointing`). Of a loss in chunks, logits of
 all tokens never exist (`objective.chunk_tokens`): the step passes what enters the output layer
 through a `Headless` model, and `ChunkedObjective` applies that layer itself. Both wrap a model
-without its knowledge. They can go when models recompute by themselves, and fused losses make logits
-cheap.
+without its knowledge. They can go when models recompute by themselves, and logits are cheap.
 """
 
 from __future__ import annotations

@@ -188,12 +188,7 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
         yield "has targets that are no integers or floats", "give an array, a tensor or lists"
     if 0 in shape or not (len(shape) == 2 or (len(shape) > 2 and targets.is_floating_point())):
         yield f"has targets {list(shape)}", "give ids [B, T], or floats [B, T, ...], of at least one row"
-    for key, wanted in (dict.fromkeys(OF_ROWS, shape[:1]) | dict.fromkeys(OF_TARGETS, shape[:2])).items():
-        array, given = _on_host(batch.get(key)), np.shape(batch.get(key))
-        is_fit = array is None or array.dtype.kind in {"is_last": "biu", "resets": "b"}.get(key, "iu")
-        if key in batch and not (is_fit and given == wanted):
-            found = getattr(array, "dtype", type(batch[key]).__name__)
-            yield f"has {key} {list(given)} of {found}", f"give integers {list(wanted)}; is_last, resets: booleans"
+    yield from _wrong_shapes(batch, shape)
     for key, num_ids in zip(IDS, (vocab_size, num_targets), strict=True):
         array = _on_host(batch.get(key))
         if array is not None and array.dtype.kind == "i":
@@ -211,11 +206,22 @@ def _problems(batch: Any, vocab_size: int, num_targets: int) -> Iterator[tuple[s
     yield from _wrong_groups(batch)
 
 
+def _wrong_shapes(batch: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    for key, wanted in (dict.fromkeys(OF_ROWS, shape[:1]) | dict.fromkeys(OF_TARGETS, shape[:2])).items():
+        array, given = _on_host(batch.get(key)), np.shape(batch.get(key, 0))
+        kinds = {"is_last": "biu", "resets": "b"}.get(key, "iu")
+        if key == "tokens" and len(given) > 2:  # features
+            kinds, wanted = "iuf", shape[:1] + given[1:]
+        if key in batch and not (given == wanted and (array is None or array.dtype.kind in kinds)):
+            found = getattr(array, "dtype", type(batch[key]).__name__)
+            yield f"has {key} {list(given)} of {found}", f"give integers {list(wanted)}; is_last, resets: booleans"
+
+
 def _wrong_groups(batch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("group_ids", "end_ids"):
         if (ids := _on_host(batch.get(key))) is not None:
             for outside in ids[(ids < -1) | (ids > np.iinfo(np.int64).max)]:
-                yield f"has {outside} in {key}", "use integers from 0 to 2^63 - 1, or -1 for a row without state"
+                yield f"has {outside} in {key}", "use integers from 0 to 2^63 - 1; -1: a row without state"
             known, counts = np.unique(ids[ids >= 0], return_counts=True)
             for twice in known[counts > 1]:
                 yield f"has the group {twice} twice", "its cells follow each other: put them into different batches"
@@ -264,8 +270,7 @@ class OwnTask:
         """The task's numbers as `eval/<name>`, the same on every rank, without `taken` ones; empty
         once it has failed.
 
-        The model is in evaluation mode, without gradients; torch's random state is restored
-        afterwards.
+        The model is in evaluation mode, without gradients; torch's random state is kept.
         """
         if self._is_off:
             return {}

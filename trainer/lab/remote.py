@@ -165,7 +165,7 @@ class Store:
             with self._translating("RUN"):
                 path, of = self._path("RUN"), name
                 if self._fs.exists(path):
-                    of = self._fs.cat_file(path).decode().strip() or name  # a full disk has kept it empty
+                    of = self._fs.cat_file(path).decode().strip() or name  # empty by a full disk
             if of != name or not (is_own or is_auto):
                 problem = f"{self.url} holds the checkpoints of another run, {of}"
                 fix = f"name a prefix of its own, or continue it: --resume auto --set run.name={of}"
@@ -223,7 +223,7 @@ def _newest(store: Store, run_dir: RunDir, prepare: Callable[[], None]) -> Found
     except UserError as error:
         damaged = error
     newest = -1 if found is None else step_of(found[0])
-    left = {*map(step_of, run_dir.checkpoints.glob("abandoned/step_*"))}  # which may not be marked there yet
+    left = {*map(step_of, run_dir.checkpoints.glob("abandoned/step_*"))}  # perhaps unmarked there
     later = [step for step in store.steps() if step > newest and not (found and step in left)]
     for step in later:
         prepare()  # not before: a run that is refused leaves no directory

@@ -244,8 +244,7 @@ class Ledger:
         """Replace the contents by those that other ranks saved; counters start at zero.
 
         Taken are the groups for which `owned` (group ids -> bool) says so, without it all; of a
-        group that several shards hold, the state that was stored last. After a UserError, nothing
-        is changed.
+        group that several shards hold, the state that was stored last. A UserError changes nothing.
         """
         self._check(shards)
         groups = torch.cat([shard["groups"] for shard in shards]).numpy()

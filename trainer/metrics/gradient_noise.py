@@ -18,8 +18,7 @@ accumulation node, and DDP reduces after that node.
 
 FSDP2 replaces every parameter by a DTensor of shards, whose hooks never run: autograd accumulates
 into the unsharded parameter, a single object over the model's life, which `FSDPModule.unshard()`
-registers in the module. Its hooks see the rank's own full micro-gradient, before the
-reduce-scatter.
+registers in the module. Its hooks see the rank's own full micro-gradient.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
             continue
         if owner.word == lock.owner.word:
             break
-        limit_sec = min(0.8 * timeout_sec, owner.timeout_sec)  # other ranks may wait for this one in a collective
+        limit_sec = min(0.8 * timeout_sec, owner.timeout_sec)  # others may wait in a collective
         if not owner.lives(sign, limit_sec):
             write_json(directory / LOCK_NAME, lock.owner._asdict(), sync=False)
             time.sleep(0.1)  # of several that do so at once, the last one has it
@@ -246,7 +246,7 @@ def write_status(file: Path, state: str, *, reason: str, step: int | None, **mor
     # In its place and always of one size, so that it needs no room on a full disk. Not synced: it
     # describes a live run.
     data = json.dumps(known, indent=1).encode().ljust(_ROOM_BYTES - 1) + b"\n"
-    with open(open_descriptor(file, os.O_RDWR | os.O_CREAT), "r+b") as target:  # all is written, or an OSError
+    with open(open_descriptor(file, os.O_RDWR | os.O_CREAT), "r+b") as target:  # all, or an OSError
         target.write(data)
         target.truncate()
 

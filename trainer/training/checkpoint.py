@@ -100,7 +100,7 @@ def set_aside_after(checkpoints: Path, step: int, found: Path) -> Path:
         if path.resolve() == found or (step_of(path) < step and not comes_back):
             continue
         abandoned.mkdir(exist_ok=True)
-        for link in filter(Path.is_symlink, abandoned.iterdir()):  # to one that came back, and is left now or gone
+        for link in filter(Path.is_symlink, abandoned.iterdir()):  # to one that came back
             if not link.exists() or link.samefile(path):
                 link.unlink()
         target = abandoned / path.name

@@ -127,7 +127,7 @@ class StepDetails(Extension):
     ) -> None:
         weights = weights_of(micro.targets)
         columns = torch.stack([loss.double(), weights.double()], dim=-1).flatten(0, 1)  # [B T, 2]
-        places = to_device(torch.as_tensor(segments).ravel().long() + 1, loss.device)  # 0: no segment
+        places = to_device(torch.as_tensor(segments).ravel().long() + 1, loss.device)  # 0: none
         sums = columns.new_zeros(len(labels) + 1, 2).index_add_(0, places, columns)[1:]
         for name in names:
             others = to_device([[label != name] for label in labels], sums.device)

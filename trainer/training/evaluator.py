@@ -73,8 +73,7 @@ class EvalSet(NamedTuple):
 class Evaluator:
     """Runs evaluations, each over the same micro-batches.
 
-    `model` is the plain one, for a custom task; `row_model` runs rows, without DDP: only sums are
-    reduced.
+    `model` is the plain one, for a custom task; `row_model` runs rows, without DDP.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Evaluator:
         found: dict[str, float] = {}
         # The weights themselves last: what riders have found then is recorded.
         for prefix, weights in reversed(self.weights.items()):
-            with weights(), evaluating(self.model):  # without dropout, and back to training afterwards
+            with weights(), evaluating(self.model):  # without dropout; back to training after
                 values = self._run_sets(step, should_stop)
             if values is None:
                 return None

@@ -175,7 +175,7 @@ def settle(run: Run, taken: InFlight) -> str | None:
     if Flag.STOP in outcome.flags or not at_boundary(run):
         return stopped_by(run)
     every = view.config.checkpoint.every
-    if (position.must_save or (every and number % every == 0)) and not is_last:  # then the loop saves
+    if (position.must_save or (every and number % every == 0)) and not is_last:  # then it saves
         run.watchdog.at("checkpoint", number, may_wait=True)
         run.saver.save()
     if Flag.SAVE in outcome.flags:

@@ -61,7 +61,7 @@ class Saver:
         self._view, self._extensions, self._fingerprint, self._uploads = view, extensions, fingerprint, uploads
         is_own = view.found is not None and view.found[0].resolve().parent == view.run_dir.checkpoints.resolve()
         self.last_saved = view.first_step if is_own else -1
-        """Step of the last checkpoint here, at first of that which is continued; -1: none, or old."""
+        """Step of the last checkpoint here, at first of the one continued; -1: none, or old."""
         self._set_clock()
 
     def _set_clock(self) -> None:

@@ -102,6 +102,8 @@ def test_arrays_tensors_and_lists_are_accepted_and_unsigned_ids_are_widened(kind
     batch = next(iter(OwnBatches([good(tokens=kind(small), targets=kind(small))], vocab_size=256, key="own")))
     assert torch.as_tensor(batch["tokens"]).dtype == torch.as_tensor(batch["targets"]).dtype == torch.int64
     assert np.asarray(batch["tokens"]).tolist() == small.tolist()
+    audio = good(tokens=np.full((2, 3, 4), -7.5))  # not ids
+    assert next(iter(OwnBatches([audio], vocab_size=256, key="own")))["tokens"].min() == -7.5
     assert next(iter(OwnBatches([good(targets=[[-100] * 3] * 2)], vocab_size=256, key="own")))["targets"].max() == -100
 
 
