@@ -152,6 +152,8 @@ def check_here(plan: Plan) -> Report | str:
     wanted = plan.config.train.device
     if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
         return "the run is for CUDA"  # its kernels may not exist on the CPU
+    if plan.has_built_in_model and plan.config.objective.target is None:
+        return "a built-in model, which the tests prove"
     return check_contract(plan, torch.device("cpu"))
 
 

@@ -110,9 +110,8 @@ def without_attention(cache: Any) -> Any:
 
 def _held(cache: Any) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
     """((layer, kind, index), tensor) of all states. Raises UserError: a layer of attention."""
-    attention = package().cache_utils.CacheLayerMixin  # perhaps with a recurrence beside it
     for number, layer in enumerate(cache.layers):
-        if isinstance(layer, attention):
+        if isinstance(layer, package().cache_utils.CacheLayerMixin):  # with a recurrence or not
             problem = f"layer {number} is one of attention, whose cache grows with every token"
             raise UserError("model.args", problem, "name layers with a state of a fixed size alone")
         for name in ("conv", "recurrent"):

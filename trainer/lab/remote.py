@@ -138,8 +138,7 @@ class Store:
                 self._remove(step)
 
     def tidy(self, step: int) -> None:
-        """Delete what interrupted uploads have left, and mark the checkpoints of later steps as
-        abandoned: nobody resumes from them."""
+        """Delete what interrupted uploads have left; mark checkpoints of later steps as abandoned."""
         for each, names in self.names().items():
             if not names & {MARKER, ABANDONED}:
                 self._remove(each)

@@ -182,6 +182,7 @@ def draw_sample(
         runs: of each cell but a document's first, by default.
     """
     seq_len, objective, rows = plan.config.data.seq_len, plan.config.objective, evaluated_rows(plan)
+    unit = ("token", "row")[bool(plan.config.data.features)]
     # Cells; at least so many: batches that grow later only make the share smaller.
     steps = min(plan.config.eval.every, plan.facts.steps)
     budget = int(SHARE * steps * plan.config.micro_batches.least * rows)
@@ -204,7 +205,7 @@ def draw_sample(
     is_counted = num_files == len(files)
     cells = -(-tokens // seq_len)
     if not len(tokens) or (is_counted and (1 + runs * (cells - 1)).sum() <= budget):
-        return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), 'token')}", [*read], None
+        return f"all {counted(len(tokens), 'document')}, {counted(int(tokens.sum()), unit)}", [*read], None
     fewest = min(LEAST, len(tokens))
     # So that the fewest documents keep to the budget; but two cells show what the second gains.
     depth = max((budget // fewest - 1) // runs + 1, runs)
@@ -212,10 +213,10 @@ def draw_sample(
     num = int(np.clip(budget / cost, fewest, len(tokens)))
     chosen = np.sort(generator.permutation(len(tokens))[:num])
     sizes = np.minimum(tokens[chosen], depth * seq_len)
-    words = f"{num:,} of {counted(len(tokens), 'document')}, {int(sizes.sum()):,} of {int(tokens.sum()):,} tokens"
+    words = f"{num:,} of {counted(len(tokens), 'document')}, {int(sizes.sum()):,} of {int(tokens.sum()):,} {unit}s"
     units, share = np.arange(num), num / len(tokens)
     if cells.max() > depth:
-        words += f", each to a depth of {depth * seq_len:,} tokens"
+        words += f", each to a depth of {depth * seq_len:,} {unit}s"
         share = 0.0  # what is behind was not read of any
     if not is_counted:
         words += f", in {num_files:,} files"

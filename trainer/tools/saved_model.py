@@ -236,8 +236,8 @@ def export_model(
             with chdir(os.curdir):  # which the model's code may leave
                 _save_pretrained(saved, tokenizer.vocab_size, staging)
         else:
-            origin = {"step": str(saved.step), "run": run_dir.name, "ema": str(ema)}
-            origin["tokenizer"] = tokenizer_mark(config.data.tokenizer)
+            mark = tokenizer_mark(config.data.tokenizer)
+            origin = {"step": str(saved.step), "tokenizer": mark, "run": run_dir.name, "ema": str(ema)}
             save_weights(saved.weights, saved.shared, staging / WEIGHTS_FILE, origin)
         write_file(staging / CONFIG_FILE, to_toml(config))
         if config.data.tokenizer.endswith(".json"):

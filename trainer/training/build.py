@@ -100,7 +100,8 @@ def make_shards(
     lanes, options = plan_lanes(plan, width, device), plan.config.ledger
     rows = plan.config.data.mixing.batch_size
     if lanes.sets:
-        logger.info("full rows: %s", lanes.words(rows))
+        say = (logger.info, logger.warning)[any(number < m for m, number in lanes.sets.items())]
+        say("full rows: %s", lanes.words(rows))
         options = options.model_copy(update={"capacity": options.capacity or lanes.num(rows)})
     ledgers: list[Ledger | None] = [None] * len(shards)
     if width:
@@ -170,7 +171,7 @@ class Lanes(NamedTuple):
             how = f"the next row of a document comes {counted(number // m, 'step')} later"
             if number < m:
                 how = f"the {m} micro-batches of a step continue each other's documents, "
-                how += "which biases its gradient; the noise scale can compare ranks alone"
+                how += "which biases its gradient: lower data.mixing.batch_size, or add data"
             when = f"with m = {m}, " * (len(self.sets) > 1)
             texts.append(f"{when}{counted(number, 'set')} of {rows} lanes per data shard: {how}")
         return "; ".join(texts) + f" ({self.reason})" * bool(self.reason)
