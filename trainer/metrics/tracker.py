@@ -162,7 +162,10 @@ class MetricsTracker:
         return step % self._log_interval == 0 or step == 1
 
     def start_step(self) -> None:
-        """Start the step's clock and stop that of the step before, whose numbers may come later."""
+        """Start the step's clock and stop that of the step before, whose numbers may come later.
+        RuntimeError: two steps have not ended; each that is started needs its `end_step`."""
+        if len(self._open) == 2:
+            raise RuntimeError("start_step without end_step")
         now = self._clock()
         if self._open:
             self._open[-1].stop = now
@@ -213,23 +216,20 @@ class MetricsTracker:
             tokens_in_step: target tokens over all ranks; speeds follow from them.
             tokens_trained: those that count in `tokens_seen`: 0 for a skipped update; None: all.
             extra: other values over all ranks, by catalog key, which says how those since the last
-                logged step combine: counters add up, means are taken. None is left out. A value
-                that is no number, or has a name of the tracker's own (`loss`, `mfu`), is left out
-                with one warning. Times of sections are those of all ranks.
+                logged step combine: counters add up, means are taken. None is left out; with one
+                warning so is what is no number, or has a name of the tracker's own (`loss`, `mfu`).
             force_log: log this step whatever the interval says (the last step, an evaluation step).
 
         Returns:
             The raw values on logging steps, None otherwise.
 
         Raises:
-            RuntimeError: `start_step` was not called.
-            OSError: an essential sink could not write.
+            RuntimeError: without `start_step`. OSError: an essential sink could not write.
         """
         if not self._open:
             raise RuntimeError("end_step without start_step")
         ended, since = self._open.popleft(), self._since
-        stop = self._clock() if ended.stop is None else ended.stop
-        step_time = stop - ended.start
+        step_time = (self._clock() if ended.stop is None else ended.stop) - ended.start
         since.steps += 1
         since.seconds += step_time
         since.tokens = since.tokens + tokens_in_step  # not in place: it may be the caller's tensor

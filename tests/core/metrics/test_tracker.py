@@ -246,6 +246,8 @@ def test_a_step_may_end_after_the_next_has_started_and_no_time_counts_twice() ->
     assert found == [(1.0, 3.0, 1.0), (2.0, 12.0, 4.0)]
     with pytest.raises(RuntimeError, match="end_step without start_step"):
         run.tracker.end_step(3, loss=1.0, **numbers)
+    with pytest.raises(RuntimeError, match="start_step without end_step"):
+        [run.tracker.start_step() for _ in range(3)]
 
 
 @pytest.mark.parametrize("key", ["loss", "smoothed/mfu", "time/data_share", "tokens_per_sec"])

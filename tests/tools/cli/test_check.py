@@ -50,11 +50,9 @@ def test_validation_sets_are_listed_and_an_empty_file_is_refused_as_a_run_refuse
     (tmp_path / "unseen").mkdir()
     for name in "ab":
         (tmp_path / "unseen" / f"{name}.txt").write_text("some text. " * 20_000)
-    found = program(["check", "--config", config, "--json"], capsys).stdout
-    assert json.loads(found)["facts"]["contract"] == "not tried: a built-in model, which the tests prove"
-    assert json.loads(found)["facts"]["eval_sources"] == {
-        "unseen": {"streams": 2, "modalities": ["unseen"], "bytes": 440_000}
-    }
+    facts = json.loads(program(["check", "--config", config, "--json"], capsys).stdout)["facts"]
+    assert facts["contract"] == "not tried: a built-in model, which the tests prove"
+    assert facts["eval_sources"] == {"unseen": {"streams": 2, "modalities": ["unseen"], "bytes": 440_000}}
     (tmp_path / "unseen" / "empty.txt").touch()
     assert "unseen/empty.txt: 1 empty file of 11, which is refused" in checked(config, capsys).mistake
 
