@@ -256,7 +256,8 @@ class _Soak:
         dtypes = [way.precision] if state is None else [way.precision, state.dtype]
         limit = max(ALLOWED * error, *(torch.finfo(dtype).eps for dtype in dtypes))
         if limit > CHAOS:
-            raise NotTestable(f"rounding moves the logits by {error:.1e} of their spread")
+            how = f"by {error:.1e} of their spread" if math.isfinite(error) else "to NaN or infinity"
+            raise NotTestable(f"rounding moves the logits {how}")
         largest = 0.0
         for first, rows in batch.copies.items():
             documents = [each for each in wanted if each.row == first]
@@ -268,8 +269,7 @@ class _Soak:
                     text += f" row by {size:.1e} of the logits' spread, in {way}"
                     text += f"; its documents alone differ by {error:.1e}"
                     return Verdict("soak", "broken", text, size)
-        text = f"{way}: as exact as documents alone ({largest:.1e}, {error:.1e})"
-        return Verdict("soak", "held", text, largest)
+        return Verdict("soak", "held", f"{way}: as exact as documents alone ({largest:.1e}, {error:.1e})", largest)
 
     def _read_batch(self, way: Subject, batch: _Batch) -> Tensor:
         """The logits [B, T, columns] of the batch. Raises CallFailed: a forward fails."""

@@ -190,7 +190,7 @@ class Trial:
 
 
 def relative(found: Tensor, wanted: Tensor, unit: float) -> Tensor:
-    """Root mean square difference over the vocabulary, over `unit`: [B, T]; infinite for NaN."""
+    """Root mean square difference over the vocabulary, over `unit`: [B, T]; infinite if one is NaN."""
     found, wanted = found.detach().double(), wanted.detach().double()
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     difference = torch.where(same, torch.zeros_like(found), found - wanted)

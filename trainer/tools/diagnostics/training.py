@@ -151,7 +151,7 @@ def non_finite(run: RunRecord) -> Outcome:
     what = f"the loss or the gradient of {counted(rejected.total, 'step')} was not finite"
     if not rejected.total:
         what = "NaN or infinite values"
-    first = min(evidence.steps[0] for evidence in shown)
+    first = min(each.steps[0] for each in [each for each in bad[:3] if each.steps] or shown)
     words = f"{what}, first logged at step {first}"
     if run.config and rejected.total:  # other loops write no events
         words += "; events.jsonl names the batches"
