@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from trainer.distributed.env import RankInfo
 from trainer.ending import LAST_WORDS_SEC, ProcessorUse, end_process, within
 from trainer.files import open_descriptor
-from trainer.wording import error_text, message_of
+from trainer.wording import error_text, message_of, printable_lines
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Watchdog:
 
     def tell(self, reason: str) -> None:
         """Tell the other ranks why this one ends, so that they do not report it as missing."""
-        self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", reason))
+        self._if_store_lives(lambda: self._store.set(f"failed_{self._info.rank}", printable_lines(reason)))
 
     def explain(self, error: Exception) -> str:
         """Why the run failed: `error`, which the other ranks learn, or, if it comes, the failure of theirs."""

@@ -120,7 +120,7 @@ def take_lock(directory: Path, timeout_sec: float = TIMEOUT_SEC) -> RunLock:
     """Make a run's directory this process's. A UserError if another one's run is there.
 
     A process of another host or container cannot be looked up: this waits until it shows itself,
-    and is refused, or until it has not for 0.8 times `timeout_sec`.
+    and is refused, or until it has not for 0.8 times `timeout_sec`, or its own if less.
     """
     lock, first_sign = RunLock(directory, timeout_sec), 0.0
     while True:

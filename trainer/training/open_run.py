@@ -366,7 +366,7 @@ def _load_extensions(view: RunView) -> dict[str, Extension]:
 
 
 def _end_if_over(view: RunView) -> bool:
-    """Note the last step, if known. Whether it is done: then `done` replaces `running`, `stopped`."""
+    """Note the last step, if known. Whether it is done: `done` replaces `running`, `stopped`."""
     run_dir, position, length, unit = view.run_dir, view.position, view.plan.length, "tokens"
     if not length.is_in_tokens:
         unit, position.last_step = "steps", length.total

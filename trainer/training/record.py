@@ -230,7 +230,7 @@ def check_config(saved: Mapping[str, Any], config: RunConfig) -> None:
 def changed_settings(
     saved: Mapping[str, Any], saved_environment: Mapping[str, Any], config: RunConfig, environment: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """The settings and versions that differ from a checkpoint's: before and after; None: not set."""
+    """The settings and versions that differ from a checkpoint's: before, after; None: not set."""
     before = recorded_settings(saved, saved_environment)
     now = recorded_settings(config.model_dump(mode="json"), environment)
     chosen = flatten(config.model_dump(mode="json", exclude_defaults=True))
