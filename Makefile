@@ -17,6 +17,10 @@ MATRIX := data/smoke_matrix
 MATRIX_CORPORA := $(foreach name,recall short long,$(MATRIX)/$(name)/manifest.json) $(MATRIX)/mixed/cpp
 # Tests wait for processes and pipes much of the time: 3 on two cores.
 WORKERS ?= 3
+# Tests as on a lesser processor: one for oneDNN, too, by which torch 2.13 packs what its own kernels then refuse.
+ifdef ATEN_CPU_CAPABILITY
+export ONEDNN_MAX_CPU_ISA ?= AVX2
+endif
 BENCHES := loop step gns recurrence ledger rows metrics head
 
 export OMP_NUM_THREADS ?= 1
